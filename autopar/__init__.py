@@ -13,6 +13,7 @@ _HOMES = {
     "StatefulSampler": "autopar.shares.stateful_sampler",
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",
+    "register_rule": "autopar.sbp.rules.given",
     "splits": "autopar.sbp.rules.custom_function",
     "unshare": "autopar.ir.unshare",
 }

@@ -36,6 +36,7 @@ from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.sbp.placement import Layout
+from autopar.sbp.proof.unknown_ops import UnknownOps, with_unknown_ops
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
@@ -60,6 +61,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     reduce_dtype: torch.dtype | None = None,
+    unknown_ops: UnknownOps = "discover",
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
 ) -> Plan | StagedPlan:
@@ -78,6 +80,8 @@ def plan(
     `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan
         that fits.
     `reduce_dtype`: in which gradients of parameters are summed over ranks, e.g. torch.float32; by default their own.
+    `unknown_ops`: "discover", the rule of an op that autopar has none for is found by running it on small samples;
+        "whole", it is not run, and whole on each device.
     `loss_fn`: called with the model's output and the target, which is then the last of `args`.
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
@@ -85,7 +89,7 @@ def plan(
     check_given_model(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype)
+    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops)
     graph = traced(skeleton(model), loss_fn, args, kwargs)
     with _telling(graph, planar, request) as progress:
         return _with_notes(choose_plan(graph, planar, found, request, progress=progress, predict=rank_peaks))
@@ -103,6 +107,7 @@ def compile(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     reduce_dtype: torch.dtype | None = None,
+    unknown_ops: UnknownOps = "discover",
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
@@ -125,7 +130,8 @@ def compile(
     `cluster`: a preset's name, a JSON file or a Cluster; by default these hosts as they were calibrated, or are now, in
         some seconds (`autopar.calibrate.default_cluster`).
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
-        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`).
+        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`,
+        `unknown_ops`).
     `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
         batch is all parts, one after the other: every tensor with a dim 0, labels too, is split along it. Ranks that
         differ only on axes called pp, tp, cp, sp, mp or model give the same part, all others their own, in row-major
@@ -145,18 +151,11 @@ def compile(
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
     check_given_model(model)
-    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype)
+    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops)
     _check_options(plan, request, cluster, outputs, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
-        if plan is None and args is None and kwargs is None:
-            raise MeshError(
-                f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or"
-                " 'dp=2,tp=4'"
-            )
-        if plan is None and batch != "global":
-            raise MeshError(
-                f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes"
-            )
+        if plan is None:
+            _check_open(mesh, args is not None or kwargs is not None, batch)
         mesh, plan = _settled(model, devices, example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
@@ -175,11 +174,20 @@ def compile(
     return module
 
 
+def _check_open(mesh: AnyMesh, has_example: bool, batch: str | Sequence[str]) -> None:
+    if not has_example:
+        raise MeshError(
+            f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or 'dp=2,tp=4'"
+        )
+    if batch != "global":
+        raise MeshError(f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes")
+
+
 def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, outputs: Any, check: Any) -> None:
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
-            " num_microbatches=, schedule=, reduce_dtype=): give either the plan or the options"
+            " num_microbatches=, schedule=, reduce_dtype=, unknown_ops=): give either the plan or the options"
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
@@ -206,7 +214,7 @@ class _Planner:
     def __call__(
         self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]
     ) -> Plan | StagedPlan:
-        text, is_own = self.given, self.is_own
+        text, is_own, graph = self.given, self.is_own, with_unknown_ops(graph, self.request.unknown_ops)
         asked = (text, self.request, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:

@@ -119,6 +119,7 @@ MEMBERS = {
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
     "_schema": "argument names and aliases of an op",
+    "_opoverload": "the op that torch.library.custom_op made",
     "_make_wrapper_subclass": "a tensor with a shape and a device and without content",
     "_get_fsdp_state": "how fully_shard stores a module's parameters; its methods only change it",
     **dict.fromkeys(("_fsdp_param_group", "_auto_reshard_after_forward"), "as _get_fsdp_state"),

@@ -256,17 +256,17 @@ def test_members_of_ops() -> None:
     assert torch.ops.aten._scaled_dot_product_flash_attention.default
     assert torch.ops.aten._scaled_dot_product_efficient_attention.default
     given, ends = ["query", "key", "value"], ["logsumexp", "dropout_p", "is_causal", "attn_mask", "scale"]
+    sizes, of_random = ["cum_seq_q", "cum_seq_k", "max_q", "max_k"], ["philox_seed", "philox_offset", "scale"]
+    of_gpu = ["grad_out", *given, "out", *ends[:1], *sizes, *ends[1:3], *of_random]
     for kernel, names in (
         (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, [*given, *ends[1:]]),
         (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, ["grad_out", *given, "out", *ends]),
+        (torch.ops.aten._scaled_dot_product_flash_attention_backward, of_gpu),
     ):
         assert [argument.name for argument in kernel.default._schema.arguments] == names
-    of_gpu = torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema
-    sizes, of_random = ["cum_seq_q", "cum_seq_k", "max_q", "max_k"], ["philox_seed", "philox_offset", "scale"]
-    expected = ["grad_out", *given, "out", *ends[:1], *sizes, *ends[1:3], *of_random]
-    assert [argument.name for argument in of_gpu.arguments] == expected
     assert [argument.name for argument in torch.ops.aten.add_.Tensor._schema.arguments] == ["self", "other", "alpha"]
     assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
+    assert torch.library.custom_op("compat::f", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")._opoverload
 
 
 class Failing(nn.Module):

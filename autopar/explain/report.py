@@ -117,6 +117,7 @@ class Report:
     hand: Mapping[str, HandCosts]
     meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
+    discovered: Mapping[str, str]
     not_divided: tuple[Mapping[str, Any], ...]
     uneven: tuple[str, ...]
     stayed_whole: tuple[WholeRow, ...]
@@ -167,6 +168,10 @@ def report(plan: Plan) -> Report:
         hand=dict(plan.hand),
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),
+        discovered={
+            name: "; ".join(map(str, found.signatures)) or f"whole: {found.why}"
+            for name, found in plan.discovered.items()
+        },
         not_divided=tuple(_not_divided(plan)),
         uneven=tuple(_uneven(plan)),
         stayed_whole=stayed_whole(plan),

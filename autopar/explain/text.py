@@ -10,6 +10,7 @@ from autopar.units import format_bytes, format_seconds
 
 MOST_UNDIVIDED = 20  # lines; the JSON has them all
 MOST_WHOLE = 10
+MOST_FOUND = 160  # characters of what was discovered of an op; the JSON has all
 
 
 def format_report(report: Report) -> str:
@@ -155,9 +156,17 @@ def _without_rule(report: Report) -> str:
     if not report.without_rule:
         return "Every op has a sharding rule."
     targets = {row.name: row.target for row in report.ops}
-    lines = [[f"%{name}", targets[name], format_seconds(seconds)] for name, seconds in report.without_rule.items()]
-    return "Ops without a sharding rule, replicated on every device:\n" + table(
-        lines, ["op", "target", "time per step"]
+    lines = [
+        [
+            f"%{name}",
+            targets[name],
+            format_seconds(seconds),
+            printable(report.discovered.get(name, "whole"), MOST_FOUND),
+        ]
+        for name, seconds in report.without_rule.items()
+    ]
+    return "Ops without a sharding rule, and the ways to split them that were discovered by running samples:\n" + table(
+        lines, ["op", "target", "time per step", "discovered"]
     )
 
 

@@ -59,6 +59,7 @@ class Op:
     module: str  # FQN of the module that called it
     line: str  # "model.py:41" of the model's source
     is_tuple: bool = False  # the call returns a tuple or list, even of one
+    is_kept_whole: bool = False  # if it has no rule, none is discovered by running it
 
     @cached_property
     def nameless(self) -> "Op":

@@ -19,6 +19,7 @@ from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stag
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.proof.unknown_ops import with_unknown_ops
 
 # If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
@@ -57,7 +58,7 @@ def choose_plan(
     """
     mesh = stages_first(mesh)
     limit_s, request = request.time_limit_s, request.on(cluster)
-    graph = request.training.reduced(graph)
+    graph = with_unknown_ops(request.training.reduced(graph), request.unknown_ops)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
     ways = _ways(graph, mesh, request)

@@ -12,6 +12,7 @@ from autopar.costmodel.training import REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
 from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.placement import Layout
+from autopar.sbp.proof.unknown_ops import UnknownOps, check_unknown_ops
 from autopar.schedule.orders import NAMES as SCHEDULES
 
 
@@ -23,7 +24,8 @@ class PlanRequest:
     `excluded`: op -> texts of strategies, or input value -> texts of layouts, that it must not have.
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
     `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
-    plan; otherwise it has one stage and one microbatch. `outputs`: output of the graph -> layout; all others lie as is
+    plan; otherwise it has one stage and one microbatch. `unknown_ops`: whether ops without a rule are run on samples.
+    `outputs`: output of the graph -> layout; all others lie as is
     fastest.
 
     Of a stage: `crossing`: boundary tensor -> layout; `given`: choices that its plan has whatever the search chooses.
@@ -38,6 +40,7 @@ class PlanRequest:
     num_microbatches: int | None = None
     schedule: str | None = None
     trains: bool = True
+    unknown_ops: UnknownOps = "discover"
     outputs: Mapping[str, Layout] = field(default_factory=dict)
     crossing: Mapping[str, Layout] = field(default_factory=dict)
     given: Assignment = NO_CHOICES
@@ -69,12 +72,14 @@ def request_of(
     num_microbatches: int | None,
     schedule: str | None,
     reduce_dtype: torch.dtype | None = None,
+    unknown_ops: UnknownOps = "discover",
 ) -> PlanRequest:
     """The planning options of `autopar.plan`, where None stands for the default, as a request.
 
     AutoparError for one of a wrong type or value, with what was expected.
     """
-    request: dict[str, Any] = {}
+    check_unknown_ops(unknown_ops)
+    request: dict[str, Any] = {"unknown_ops": unknown_ops}
     if pins:
         if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
             raise AutoparError(

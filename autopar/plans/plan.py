@@ -20,7 +20,7 @@ from autopar.plans.validate import check_assignment, check_names
 from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
-from autopar.sbp.signature import Candidates
+from autopar.sbp.signature import Candidates, Discovery
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Plan(BasePlan):
 
     @cached_property
     def without_rule(self) -> dict[str, float]:
-        """Op replicated for want of a rule -> seconds a step that it and its copies take, for their compute and the
-        gathers of their inputs.
+        """Op without a rule -> seconds a step that it and its copies take, for their compute and the gathers of their
+        inputs.
         """
         same, costs = self.folded.representative, self.costs
         seconds = dict.fromkeys(self._candidates.without_rule, 0.0)
@@ -96,6 +96,11 @@ class Plan(BasePlan):
             for name in {same.get(user, "") for user in planned.users} & seconds.keys():
                 seconds[name] += costs.num_issued(planned) * planned.time_s
         return seconds
+
+    @property
+    def discovered(self) -> Mapping[str, Discovery]:
+        """Op without a rule -> what running it on samples says of it; of ops that are to stay whole nothing."""
+        return self._candidates.discovered
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lower_bound_s", min(self.lower_bound_s, self.costs.step_s))

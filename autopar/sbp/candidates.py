@@ -11,9 +11,10 @@ from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
-from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
+from autopar.sbp.op_signatures import SplitDim, discovery_of, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even, num_parts
 from autopar.sbp.rules import rule_of
+from autopar.sbp.rules.given import per_rules
 from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
 from autopar.sbp.uneven.uneven_extents import Uneven, uneven_extents
 from autopar.sbp.uneven.uneven_signatures import are_valid_parts, has_units, uneven_signatures
@@ -40,6 +41,7 @@ def annotate(
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     routed = own_order_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
+    unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
     return Candidates(
         strategies={
             op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven)) for op in ops
@@ -49,7 +51,8 @@ def annotate(
             value.name: _layouts(value.shape, mesh.shape, () if is_stage else _uneven_dims(value.shape, uneven))
             for value in outputs
         },
-        without_rule=tuple(op.name for op in ops if rule_of(op) is None),
+        without_rule=tuple(unknown),
+        discovered={name: found for name, found in unknown.items() if found is not None},
         not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven)),
     )
 
@@ -78,7 +81,7 @@ def _strategies(
     return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed, extra) if op.name in near else ()
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def strategies_of(op: Op, mesh_shape: tuple[int, ...], extra: Extra = Extra()) -> tuple[Strategy, ...]:
     """All strategies of `op`, one signature for each axis, in which everything divides evenly or may be uneven; all I
     comes first.
@@ -88,7 +91,7 @@ def strategies_of(op: Op, mesh_shape: tuple[int, ...], extra: Extra = Extra()) -
     return tuple(_valid(op, itertools.product(*(_on_axis(op, size, extra) for size in mesh_shape)), mesh_shape, extra))
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def neighbours_of(
     op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int, extra: Extra = Extra()
 ) -> tuple[Strategy, ...]:
@@ -107,7 +110,7 @@ def neighbours_of(
     return tuple(_valid(op, combinations, mesh_shape, extra))
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def nearest_strategy(
     op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...], extra: Extra = Extra()
 ) -> Strategy:
@@ -263,7 +266,7 @@ def _not_divided(
             yield from ((op.name, dim, axis) for dim in found)
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def _undivided_dims(op: Op, size: int, uneven: Uneven) -> tuple[int, ...]:
     """The dims, of the output or of an input if only that is split,
     whose signatures do not divide over `size` ranks.

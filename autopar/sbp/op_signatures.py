@@ -1,15 +1,18 @@
 """The signatures of an op on one mesh axis, and the sizes that they split."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, R
-from autopar.sbp.rules import may_sum_gradients, rule_of
+from autopar.sbp.proof.discover import discovered
+from autopar.sbp.proof.prove_rule import proven
+from autopar.sbp.rules import RULES, may_sum_gradients, rule_of
+from autopar.sbp.rules.given import per_rules
 from autopar.sbp.rules.matmul import ROW_BYTES
-from autopar.sbp.signature import Signature
+from autopar.sbp.signature import Discovery, Signature
 
 SplitDim = tuple[str, int]  # a tensor of the op ("input0") and its dim; or a role and -1 for its indivisible units
 
@@ -19,15 +22,17 @@ def signatures_of_call(op: Op) -> tuple[Signature, ...]:
     return signatures_of(op.nameless)
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def signatures_of(op: Op) -> tuple[Signature, ...]:
     """The distinct signatures of `op` on one mesh axis: all I, all R (where gradients may be pending sums), then those
     of its rule that split no dim of size 1.
+
+    A rule that a user gave is checked, and what has no rule is run on samples. AutoparError for a rule that is not
+    true.
     """
     kinds = (I, R) if may_sum_gradients(op) else (I,)
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in kinds]
-    rule = rule_of(op)
-    signatures = (_without_gradient(op, signature) for signature in (*whole, *(rule(op) if rule else ())))
+    signatures = (_without_gradient(op, signature) for signature in (*whole, *_splitting(op)))
     return tuple(
         dict.fromkeys(
             signature
@@ -35,6 +40,20 @@ def signatures_of(op: Op) -> tuple[Signature, ...]:
             if _can_sum(op, signature) and 1 not in extents_of(op, signature).values()
         )
     )
+
+
+def discovery_of(op: Op) -> Discovery | None:
+    """The rule that running an op on samples gives; None for an op that has a rule, or that is to stay whole."""
+    is_own = op.target.startswith("autopar")  # which are whole for a reason
+    return None if op.is_kept_whole or is_own or rule_of(op) is not None else discovered(op.nameless)
+
+
+def _splitting(op: Op) -> Iterable[Signature]:
+    rule = rule_of(op)
+    if rule is None:
+        found = discovery_of(op)
+        return () if found is None else found.signatures
+    return rule(op) if op.target in RULES else proven(op, tuple(rule(op)))
 
 
 def _without_gradient(op: Op, signature: Signature) -> Signature:

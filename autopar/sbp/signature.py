@@ -56,14 +56,25 @@ class Strategy:
         return " | ".join(map(str, self.signatures))
 
 
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """The splitting signatures of an op on one mesh axis, found by running it; if there are none, `why` is the reason,
+    a clause.
+    """
+
+    signatures: tuple[Signature, ...]
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Everything that may be chosen, on one mesh.
 
     strategies: op name -> its valid strategies. layouts: input value name -> the layouts it may be stored in
     (parameters, buffers) or handed in (arguments, constants). outputs: name of an output value -> the layouts it may
-    leave in. without_rule: ops that have no rule and are replicated. not_divided: (op or input name, dim, mesh axis)
-    never split because the axis does not divide the dim.
+    leave in. without_rule: ops that have no rule; discovered: what running them on samples says of them, of ops of
+    which it was asked; all others are replicated. not_divided: (op or input name, dim, mesh axis) never split because
+    the axis does not divide the dim.
     """
 
     strategies: Mapping[str, tuple[Strategy, ...]]
@@ -71,3 +82,4 @@ class Candidates:
     outputs: Mapping[str, tuple[Layout, ...]]
     without_rule: tuple[str, ...]
     not_divided: tuple[tuple[str, int, int], ...]
+    discovered: Mapping[str, Discovery] = field(default_factory=dict)

@@ -26,13 +26,14 @@ from autopar.sbp.assignment import Assignment, InBucket, without_prefetch
 from autopar.sbp.candidates import annotate
 from autopar.sbp.convert import Axis, dual
 from autopar.sbp.placement import I, Layout, P, R, S, can_split
+from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import Collective
 from autopar.verify.count_collectives import count_collectives
 from tests.runtime.as_priced import has_uneven_parts, is_as_priced
 from tests.runtime.random_graphs import Builder, Refused
 from tests.runtime.random_ops import FAMILIES, WEIGHTS
 from tests.sbp.exercise import in_order, record
-from tests.sbp.simulate import Coordinate, cut, join, on_threads
+from tests.sbp.simulate import on_threads
 from tests.workers import device_mesh
 
 MESHES = ((2,), (4,), (2, 2), (2, 2, 2))

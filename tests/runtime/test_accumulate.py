@@ -20,11 +20,12 @@ from autopar.runtime.load_program import compile_source, namespace
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.convert import Axis
 from autopar.sbp.placement import I
+from autopar.sbp.proof.cut_and_join import Coordinate, join
+from autopar.sbp.proof.cut_and_join import cut as parts_of
 from tests.runtime.any_plan import draw_assignment
 from tests.runtime.split import accumulate, logits_case, microbatch, planned_collectives
 from tests.runtime.training import AXES, plan_called, traced
-from tests.sbp.simulate import Coordinate, join, on_threads
-from tests.sbp.simulate import cut as parts_of
+from tests.sbp.simulate import on_threads
 from tests.workers import Ranks
 
 

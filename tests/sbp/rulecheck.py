@@ -1,158 +1,23 @@
-"""The referee of the rule table: run an op whole, run it on shards as a strategy says, join, compare; values and
-gradients.
-"""
+"""The referee of the rule table for rules of all kinds: local ops, which communicate, are run by threads."""
 
-from collections import defaultdict
 from typing import Any
 
-import torch
-
-from autopar.ir.graph import Op, Slot, Value, resolve
-from autopar.sbp.convert import Axis, dual
-from autopar.sbp.localize import localize
+from autopar.ir.graph import Op
 from autopar.sbp.op_signatures import signatures_of
-from autopar.sbp.placement import can_split, is_even
+from autopar.sbp.proof import check_signature as referee
+from autopar.sbp.proof.check_signature import Tensors, make_op
 from autopar.sbp.signature import Signature, Strategy
-from autopar.sbp.uneven.parts import PartSize, part_sizes
-from tests.sbp.simulate import Coordinate, cut, join, on_ranks, on_threads
-
-Tensors = tuple[torch.Tensor, ...]
-
-
-def make_op(target: str, *args: Any, **kwargs: Any) -> tuple[Op, Tensors]:
-    """The IR op of one call, and its tensors; those that require grad are the differentiable inputs."""
-    inputs: list[torch.Tensor] = []
-
-    def freeze(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            inputs.append(arg)
-            return Slot(len(inputs) - 1)
-        return tuple(map(freeze, arg)) if isinstance(arg, (list, tuple)) else arg
-
-    frozen = tuple(map(freeze, args)), tuple((name, freeze(arg)) for name, arg in kwargs.items())
-    result = resolve(target)(*args, **kwargs)
-    values = tuple(_value(f"in{i}", x) for i, x in enumerate(inputs))
-    outputs = tuple(_value(f"out{i}", x) for i, x in enumerate(_flat(result)))
-    op = Op("op", target, *frozen, values, outputs, False, "", "test", isinstance(result, (list, tuple)))
-    return op, tuple(inputs)
-
-
-def _value(name: str, x: torch.Tensor) -> Value:
-    return Value(name, tuple(x.shape), x.dtype, x.requires_grad)
-
-
-def _flat(result: Any) -> Tensors:
-    return tuple(result) if isinstance(result, (list, tuple)) else (result,)
+from tests.sbp.simulate import on_threads
 
 
 def check_signature(op: Op, signature: Signature, num_ranks: int, inputs: Tensors) -> bool:
-    """Check one signature on `num_ranks` ranks; False if it does not divide evenly, AssertionError if it is wrong."""
-    placed = zip(op.inputs + op.outputs, signature.inputs + signature.outputs)
-    if not all(is_even(value.shape, (placement,), (num_ranks,)) for value, placement in placed):
-        return False
-    return check_strategy(op, Strategy((signature,)), (num_ranks,), inputs)
+    """As in the package."""
+    return referee.check_signature(op, signature, num_ranks, inputs, on_threads)
 
 
 def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tensors) -> bool:
-    """Check one strategy on a whole mesh; False if it cuts what has no parts."""
-    ins = [strategy.input_layout(i) for i in range(len(op.inputs))]
-    outs = [strategy.output_layout(i) for i in range(len(op.outputs))]
-    values = list(zip(op.inputs + op.outputs, ins + outs))
-    if not all(can_split(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(
-        strategy, mesh_shape
-    ):
-        return False
-    whole_out, whole_grads, grads_out = _run_whole(op, inputs)
-    parts = [cut(x.detach(), layout, mesh_shape) for x, layout in zip(inputs, ins)]
-    grad_parts = [cut(g, tuple(map(dual, layout)), mesh_shape) for g, layout in zip(grads_out, outs)]
-    args, kwargs = localize(op, strategy, mesh_shape)
-
-    def rank(at: Coordinate, axes: tuple[Axis, ...] = ()) -> tuple[Tensors, Tensors]:
-        local = [part[at].clone().requires_grad_(value.needs_grad) for part, value in zip(parts, op.inputs)]
-        result = _call(op, *sizes_of((args, kwargs), at, mesh_shape), local, _roles(strategy, axes))
-        shapes, expected = [tuple(out.shape) for out in result], [tuple(g[at].shape) for g in grad_parts]
-        assert shapes == expected, f"{op.target}: {strategy} expected shapes {expected}, found {shapes}"
-        return result, _gradients(op, local, result, [g[at] for g in grad_parts])
-
-    has_role = any(signature.role for signature in strategy.signatures)
-    found = on_threads(rank, mesh_shape) if has_role else on_ranks(rank, mesh_shape)
-    for index, (expected, layout) in enumerate(zip(whole_out, outs)):
-        joined = join({at: result[index] for at, (result, _) in found.items()}, layout)
-        _compare(joined, expected, f"{op.target}: output {index} of {strategy}")
-    for index, (expected, layout) in enumerate(zip(whole_grads, ins)):
-        if op.inputs[index].needs_grad:
-            joined = join({at: grads[index] for at, (_, grads) in found.items()}, tuple(map(dual, layout)))
-            _compare(joined, expected, f"{op.target}: gradient of input {index} of {strategy}")
-    return True
-
-
-def sizes_of(args: Any, at: Coordinate, mesh_shape: tuple[int, ...]) -> Any:
-    """`args` with the sizes of the parts of the rank at `at`."""
-    if isinstance(args, tuple):
-        return tuple(sizes_of(arg, at, mesh_shape) for arg in args)
-    if not isinstance(args, PartSize):
-        return args
-    size = args.extent
-    for axis, unit in args.splits:
-        size = part_sizes(size, (mesh_shape[axis],), unit)[at[axis]]
-    return size
-
-
-def _cuts_units(strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether the axes of a role together do not divide its units."""
-    sizes: dict[str, int] = {}
-    for signature, size in zip(strategy.signatures, mesh_shape):
-        sizes[signature.role] = sizes.get(signature.role, 1) * size
-    return any(signature.num_units % sizes[signature.role] for signature in strategy.signatures)
-
-
-def _run_whole(op: Op, inputs: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    leaves = [x.detach().clone().requires_grad_(value.needs_grad) for x, value in zip(inputs, op.inputs)]
-    result = _call(op, op.args, op.kwargs, leaves, {})
-    grads_out = tuple(
-        torch.randn_like(out) if value.needs_grad else torch.zeros_like(out) for out, value in zip(result, op.outputs)
-    )
-    return tuple(out.detach() for out in result), _gradients(op, leaves, result, grads_out), grads_out
-
-
-def _call(op: Op, args: Any, kwargs: Any, tensors: list[torch.Tensor], roles: dict[str, tuple[Axis, ...]]) -> Tensors:
-    def fill(arg: Any) -> Any:
-        if isinstance(arg, Slot):
-            return tensors[arg.index]
-        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
-
-    run = resolve(op.target)
-    if roles:
-        from autopar.sbp.local_ops import LOCAL_OPS
-
-        run = LOCAL_OPS[op.target].run
-    return _flat(run(*map(fill, args), **{name: fill(arg) for name, arg in kwargs}, **roles))
-
-
-def _roles(strategy: Strategy, axes: tuple[Axis, ...]) -> dict[str, tuple[Axis, ...]]:
-    roles: dict[str, tuple[Axis, ...]] = defaultdict(tuple)
-    for signature, axis in zip(strategy.signatures, axes):
-        if signature.role:
-            roles[signature.role] += (axis,)
-    return dict(roles)
-
-
-def _gradients(op: Op, leaves: list[torch.Tensor], outputs: Tensors, grads_out: Any) -> Tensors:
-    """Gradients of all inputs, zeros where none flows."""
-    pairs = [(out, grad) for out, grad, value in zip(outputs, grads_out, op.outputs) if value.needs_grad]
-    wanted = [x for x in leaves if x.requires_grad]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        if pairs and wanted
-        else ()
-    )
-    grads = [next(found, None) if x.requires_grad else None for x in leaves]
-    return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads))
-
-
-def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, found {tuple(found.shape)}"
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    """As in the package."""
+    return referee.check_strategy(op, strategy, mesh_shape, inputs, on_threads)
 
 
 def check_rule(op: Op, inputs: Tensors, num_ranks: tuple[int, ...] = (2, 3)) -> set[Signature]:

@@ -1,10 +1,10 @@
-"""A mesh of ranks inside one process: cut a tensor into parts by a layout, run a function per rank, join the parts."""
+"""Ranks as threads of one process, with working process groups: for local ops, which communicate."""
 
 import itertools
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,64 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded  # ranks as threads, for tests only
 
 from autopar.sbp.convert import Axis, joint_axis
-from autopar.sbp.placement import Layout, Placement
-
-Coordinate = tuple[int, ...]
-Parts = Mapping[Coordinate, torch.Tensor]
-
-
-def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Coordinate, torch.Tensor]:
-    """Each rank's part of `x`; pending sums are random terms, the same on all ranks of an
-    axis on which `x` is whole.
-    """
-    if not layout:
-        return {(): x}
-    if layout[0].kind in "IR":
-        inner = [cut(x, layout[1:], mesh_shape[1:])] * mesh_shape[0]
-    else:
-        inner = [cut(piece, layout[1:], mesh_shape[1:]) for piece in _cut_once(x, layout[0], mesh_shape[0])]
-    return {(index, *at): part.clone() for index, parts in enumerate(inner) for at, part in parts.items()}
-
-
-def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
-    if placement.kind == "S":
-        units, unit = x.shape[placement.dim] // placement.unit, placement.unit
-        assert units * unit == x.shape[placement.dim], f"{tuple(x.shape)} has no whole units of {placement}"
-        starts = [min(units, -(-units // size) * index) * unit for index in range(size + 1)]
-        return [x.narrow(placement.dim, a, b - a) for a, b in itertools.pairwise(starts)]
-    noise = [
-        torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5)
-        for _ in range(size - 1)
-    ]
-    return [*noise, x - sum(noise)] if noise else [x]
-
-
-def join(parts: Parts, layout: Layout) -> torch.Tensor:
-    """Inverse of `cut`; what is whole must be equal on all ranks."""
-    for axis in reversed(range(len(layout))):
-        groups: dict[Coordinate, list[torch.Tensor]] = {}
-        for at, part in sorted(parts.items()):
-            groups.setdefault(at[:axis], []).append(part)
-        parts = {at: _join_once(group, layout[axis]) for at, group in groups.items()}
-    return parts[()]
-
-
-def _join_once(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
-    if placement.kind == "S":
-        return torch.cat(group, placement.dim)
-    if placement.kind == "P":
-        return sum(group[1:], group[0])
-    for other in group[1:]:
-        torch.testing.assert_close(
-            other, group[0], rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"whole on all ranks: {m}"
-        )
-    return group[0]
-
-
-def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...]) -> dict[Coordinate, Any]:
-    """`function(coordinate)` for every rank, one after the other."""
-    return {at: function(at) for at in itertools.product(*map(range, mesh_shape))}
-
+from autopar.sbp.proof.cut_and_join import Coordinate
 
 # What was sent from a thread of a group to another, which has collectives only: by members, sender and receiver.
 _SENT: dict[tuple, queue.SimpleQueue] = defaultdict(queue.SimpleQueue)

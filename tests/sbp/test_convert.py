@@ -10,9 +10,10 @@ import torch
 
 from autopar.sbp.convert import Axis, convert, convert_together, dual
 from autopar.sbp.placement import I, P, Placement, R, S
+from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute
 from tests.sbp.exercise import record
-from tests.sbp.simulate import Coordinate, cut, join, on_threads
+from tests.sbp.simulate import on_threads
 
 PLACEMENTS = (S(0), S(1), P, I, R)
 JOINT = [((2, 2), (0, 1)), ((2, 2, 2), (0, 2)), ((2, 3), (0, 1)), ((3, 2), (0, 1)), ((2, 2, 2), (0, 1, 2))]

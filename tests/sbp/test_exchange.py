@@ -11,8 +11,9 @@ from autopar.errors import AutoparError
 from autopar.sbp.convert import Axis
 from autopar.sbp.exchange import from_experts, route_by, to_experts
 from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.proof.cut_and_join import Coordinate
 from autopar.sbp.signature import EXCHANGES
-from tests.sbp.simulate import Coordinate, on_threads
+from tests.sbp.simulate import on_threads
 
 EXPERTS = 12
 SHAPES = [(2,), (4,), (2, 2), (3, 2)]

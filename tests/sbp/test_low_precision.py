@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.sbp.local_ops.local_norm import rms_norm
-from tests.sbp import rulecheck
+from autopar.sbp.proof import check_signature as referee
 from tests.sbp.exercise import exercise
 
 FUNCTIONAL = "aten._native_batch_norm_legit_functional.default"
@@ -58,7 +58,7 @@ def test_dtypes_numbers_and_bytes(target, args, monkeypatch):
         rounding = 8 * torch.finfo(args[0].dtype).eps
         torch.testing.assert_close(found, expected, rtol=rounding, atol=4 * rounding, msg=lambda m: f"{what}: {m}")
 
-    monkeypatch.setattr(rulecheck, "_compare", compare)
+    monkeypatch.setattr(referee, "_compare", compare)
     torch.manual_seed(0)
     assert any("[" in text for text in exercise(target, *args))
 

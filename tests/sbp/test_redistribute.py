@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from autopar.sbp.convert import dual
 from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
+from autopar.sbp.proof.cut_and_join import Coordinate, Parts, cut, join
 from autopar.sbp.redistribute import CONVERSIONS, Collective, LayoutStep, collectives_of, redistribute
-from tests.sbp.simulate import Coordinate, Parts, cut, join
 
 MESHES = [(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]
 Moved = tuple[str, int] | None

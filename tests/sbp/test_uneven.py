@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from autopar.sbp.candidates import Extra, strategies_of
 from autopar.sbp.convert import Axis, convert, convert_together, dual
 from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
+from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.uneven.parts import PartSize, part_size, part_sizes
 from autopar.sbp.uneven.uneven_extents import _carry, _pairs
 from tests.sbp.exercise import record
 from tests.sbp.rulecheck import Tensors, check_strategy, make_op
 from tests.sbp.samples import calls, f64
-from tests.sbp.simulate import Coordinate, cut, join, on_threads
+from tests.sbp.simulate import on_threads
 from tests.sbp.test_rules_op_db import HERE, UNREPEATABLE
 
 

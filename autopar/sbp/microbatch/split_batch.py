@@ -16,7 +16,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
-from autopar.sbp.op_signatures import signatures_of_call
+from autopar.sbp.op_signatures import discovery_of, signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import rule_of
 from autopar.sbp.signature import Signature
@@ -166,19 +166,23 @@ def _refusal(op: Op, domains: Domains) -> str:
     roles = {signature.role for signature in signatures_of_call(op)} - ALLOWED_ROLES
     terms = [value.name for value in op.inputs if domains[value.name] == {P}]
     reason = next((_REASONS[role] for role in sorted(roles) if role in _REASONS), "")
-    if not reason and is_function(op):
-        reason = (
-            "a custom autograd.Function is whole unless its class says how it splits: decorate it, for example with"
-        )
-        reason += ' @autopar.splits("elementwise") or @autopar.splits("batch")'
-    elif not reason and rule_of(op) is None:
-        reason = "there is no rule for splitting it"
+    if not reason and rule_of(op) is None:
+        reason = f"there is no rule for splitting it{_found(op)}"
+        if is_function(op):
+            reason += '; decorate the autograd.Function, for example with @autopar.splits("batch")'
     elif not reason and terms:
         reason = f"it needs the sum of %{terms[0]} over the whole batch"
     return (
         f"{where} cannot be run on microbatches: {reason or 'it reads samples of the whole batch together'}; use one"
         " microbatch"
     )
+
+
+def _found(op: Op) -> str:
+    discovery = discovery_of(op)
+    if discovery is None:
+        return ""
+    return f", and {discovery.why or 'on samples it splits only as ' + '; '.join(map(str, discovery.signatures))}"
 
 
 def _choose(graph: Graph, possible: dict[str, tuple[Signature, ...]], domains: Domains) -> dict[str, Signature]:

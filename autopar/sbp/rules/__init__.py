@@ -11,6 +11,7 @@ from autopar.sbp.rules import (
     create,
     custom_function,
     embedding,
+    given,
     guard,
     index,
     loss,
@@ -37,8 +38,13 @@ RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
 
 
 def rule_of(op: Op) -> Callable[[Op], Iterable[Signature]] | None:
-    """The op's row of the table, or what its class says; None for an op that is whole on each device."""
-    return RULES.get(op.target) or custom_function.rule_of(op)
+    """The op's row of the table, or the rule that a user gave it or its class; None if there is none."""
+    return RULES.get(op.target) or users_rule(op)
+
+
+def users_rule(op: Op) -> Callable[[Op], Iterable[Signature]] | None:
+    """The rule that a user gave the op or its class, which has to be checked."""
+    return given.given_rule(op) or custom_function.rule_of(op)
 
 
 def may_sum_gradients(op: Op) -> bool:

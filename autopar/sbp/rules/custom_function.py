@@ -27,13 +27,13 @@ def splits(how: str | Rule) -> Callable[[Class], Class]:
     "batch": each sample, along dim 0 of all tensors, is treated by itself. Else a rule: from the op to its signatures
     on one mesh axis (CONTRIBUTING.md, "Add an op rule").
     """
-    if not callable(how) and how not in _NAMED:
-        raise AutoparError(f"splits expects {' or '.join(map(repr, _NAMED))} or a rule, found {how!r}")
+    if not callable(how) and how not in NAMED:
+        raise AutoparError(f"splits expects {' or '.join(map(repr, NAMED))} or a rule, found {how!r}")
 
     def decorated(cls: Class) -> Class:
         if not (isinstance(cls, type) and issubclass(cls, torch.autograd.Function)):
             raise AutoparError(f"splits decorates a torch.autograd.Function, found {cls!r}")
-        setattr(cls, _ATTRIBUTE, staticmethod(how if callable(how) else _NAMED[how]))
+        setattr(cls, _ATTRIBUTE, staticmethod(how if callable(how) else NAMED[how]))
         return cls
 
     return decorated
@@ -57,4 +57,4 @@ def _batch(op: Op) -> Iterator[Signature]:
         yield Signature((S(0),) * len(op.inputs), (S(0),) * len(op.outputs))
 
 
-_NAMED: dict[str, Rule] = {"elementwise": _elementwise, "batch": _batch}
+NAMED: dict[str, Rule] = {"elementwise": _elementwise, "batch": _batch}

@@ -8,11 +8,11 @@ of 1024, and 25 heads the 25 x 64 features of a layer in units of 64.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_facts import RESHAPES
 from autopar.sbp.op_signatures import extents_of, signatures_of
+from autopar.sbp.rules.given import per_rules
 
 Uneven = tuple[tuple[int, tuple[int, ...]], ...]  # size of a dim -> units of its parts
 LARGE_SHARE = 0.01  # of the model's elements, of a parameter whose dims are offered
@@ -51,7 +51,7 @@ def _pairs(ops: Iterable[Op]) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(sizes for together in found for sizes in together))
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def _sizes_together(op: Op) -> tuple[tuple[int, ...], ...]:
     each = (tuple(sorted(set(extents_of(op, signature).values()))) for signature in signatures_of(op))
     return tuple(dict.fromkeys(sizes for sizes in each if len(sizes) > 1))

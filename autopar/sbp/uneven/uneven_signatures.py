@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from autopar.ir.graph import Op
 from autopar.ir.op_facts import ATTENTION, PERMUTATIONS, RESHAPES, family
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import Placement, S
-from autopar.sbp.rules import cast, pointwise
+from autopar.sbp.rules import cast, pointwise, rule_of
+from autopar.sbp.rules.given import per_rules
 from autopar.sbp.rules.matmul import ROW_BYTES
 from autopar.sbp.signature import Signature
 from autopar.sbp.uneven.uneven_extents import PROPORTIONAL, Uneven, proportional
@@ -47,7 +47,7 @@ WITHOUT_ELEMENTS = frozenset(
 )
 
 
-@lru_cache(maxsize=4096)
+@per_rules
 def uneven_signatures(op: Op, uneven: Uneven) -> tuple[Signature, ...]:
     """The signatures of `op` in uneven parts, for each of the units that its split dims are offered in."""
     return tuple(dict.fromkeys(found for signature in signatures_of(op) for found in _in_units(op, signature, uneven)))
@@ -56,6 +56,8 @@ def uneven_signatures(op: Op, uneven: Uneven) -> tuple[Signature, ...]:
 def _in_units(op: Op, signature: Signature, uneven: Uneven) -> Iterator[Signature]:
     extents = extents_of(op, signature)
     sizes, offered = set(extents.values()), dict(uneven)
+    if rule_of(op) is None:  # samples are of equal parts
+        return
     if signature.num_units or op.target in ROW_BYTES or (signature.role and signature.role not in _roles(op)):
         return
     if not sizes or not sizes <= set(offered) or (len(sizes) > 1 and op.target not in PROPORTIONAL):
