@@ -15,7 +15,7 @@ from autopar.ir.export import functionalise, inplace_ops
 from autopar.ir.export.functionalise import Storage, View, read, whole
 from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
-from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
+from autopar.ir.export.source_lines import TRANSFORMS, line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
 from autopar.ir.graph import Value
 from autopar.ir.guards.add_guards import emit_sized, note_guard
@@ -123,10 +123,7 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         return region.expand(node, region, builder)
     at = origin_of(node, region)
     if not isinstance(node.target, OpOverload | HigherOrderOperator):
-        raise TraceError(
-            f"{_quote(node)}: {getattr(node.target, '__name__', target)} is no tensor op; transforms of torch.func in"
-            " the model are not supported: write the batched computation out"
-        )
+        raise TraceError(f"{_quote(node)}: {getattr(node.target, '__name__', target)} is no tensor op; {TRANSFORMS}")
     if target.startswith("higher_order."):
         return _inline(node, target, region, builder)
     _check_sizes(node, target, region)

@@ -21,7 +21,7 @@ from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
-from autopar.ir.export.source_lines import in_own_lines, line_of_error
+from autopar.ir.export.source_lines import in_own_lines, line_of_error, remedy_of
 from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
@@ -104,7 +104,7 @@ def _checked_export(
         where = f"{line}: `{text}`" if line else type(model).__name__
         if isinstance(error, TraceError):  # a refusal, which says all there is
             raise TraceError(f"{where}: {error}") from None
-        told = f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}"
+        told = f"{where} cannot be traced: {type(error).__name__}: {error}{remedy_of(error)}"
         raise TraceError(told) from in_own_lines(error)
     return program
 
@@ -178,17 +178,6 @@ def _separate(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return keep_value(leaf.detach().requires_grad_(leaf.requires_grad), stands_for(leaf))
-
-
-def _remedy(error: Exception) -> str:
-    if type(error).__name__ == "DataDependentOutputException":
-        return "; the op looks at the values of a tensor, which a plan cannot: write it by ops that do not"
-    if type(error).__name__ != "FakeTensorDeviceMismatchError":
-        return ""
-    return (
-        "; on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as"
-        " buffers"
-    )
 
 
 def _data_dependent(error: Exception) -> str:

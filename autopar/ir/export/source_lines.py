@@ -1,4 +1,4 @@
-"""The line of the user's code that an op comes from."""
+"""The line of the user's code that an op comes from, and what to do about an error there."""
 
 import linecache
 import os
@@ -6,12 +6,30 @@ import re
 import sys
 import traceback
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from autopar.errors import is_users
+
+TRANSFORMS = "transforms of torch.func in the model are not supported: write the batched computation out"
+PACKED = (
+    "packed sequences have sizes that depend on the values of the lengths: give the recurrent module the padded tensor,"
+    " and mask what it returns"
+)
+_TRANSFORMING = {("_functorch", "vmap.py"), ("_functorch", "eager_transforms.py")}
+_OF_ERRORS = {
+    "DataDependentOutputException": (
+        "the op looks at the values of a tensor, which a plan cannot: write it by ops that do not"
+    ),
+    "FakeTensorDeviceMismatchError": (
+        "on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as"
+        " buffers"
+    ),
+}
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -105,3 +123,14 @@ def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     for path, line in reversed(own or outside):
         return f"{os.path.basename(path)}:{line}", linecache.getline(path, line).strip()
     return "", ""
+
+
+def remedy_of(error: Exception) -> str:
+    """A clause to append to the message of an error of torch's that a trace ended with; "" if there is none."""
+    remedy = _OF_ERRORS.get(type(error).__name__, "")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if Path(frame.f_code.co_filename).parts[-2:] in _TRANSFORMING:
+            remedy = TRANSFORMS
+        elif any(isinstance(local, PackedSequence) for local in frame.f_locals.values()):
+            remedy = PACKED
+    return f"; {remedy}" if remedy else ""
