@@ -51,6 +51,11 @@ class ScheduleBounds:
     request: PlanRequest
     _known: dict[tuple[Mesh, Schedule, bool], float] = field(default_factory=dict)
 
+    def learn(self, mesh: Mesh, schedule: Schedule, least_s: float) -> None:
+        """Take in a bound that a search of the layouts on one rank has proven, where nothing is hidden."""
+        if schedule.num_ranks == 1 and not self.cluster.overlap:
+            self._known |= dict.fromkeys(((mesh, schedule, is_final) for is_final in (False, True)), least_s)
+
     def least_s(self, mesh: Mesh, schedule: Schedule, budget: Budget, to_beat_s: float = math.inf) -> float:
         """Seconds that a step of `schedule` takes at least, on the sub-mesh `mesh` of a rank: `schedule_bound_s`.
 

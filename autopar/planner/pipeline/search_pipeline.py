@@ -139,7 +139,7 @@ def plan_in_stages(
         if by_hand and not points:
             return None
         given = {"model": model, "graph": graph, "cluster": cluster, "request": within, "whole": whole}
-        search_point = partial(_search_point, fit, **given)
+        search_point = partial(_search_point, fit, bounds=bounds, **given)
         for point in points:
             if not _is_slower(fit, point, bounds, whole.step_s):
                 search_point(point)
@@ -232,6 +232,7 @@ def _search_point(
     cluster: Cluster,
     request: PlanRequest,
     whole: WithoutStages,
+    bounds: ScheduleBounds,
 ) -> None:
     """Add the search of a point, with its plan if there is one that takes less than that of `whole`.
 
@@ -258,6 +259,8 @@ def _search_point(
     )
     searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
     plan, at_least_s = _searched(searches, limits_bytes, part, to_beat_s)
+    if is_alone and (least_s := offloading[0][1].least_s):
+        bounds.learn(point.mesh, point.schedule, least_s)
     # the time was up, or the best plan of each stage is not the best for the pipeline
     if point.step_s < to_beat_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()

@@ -28,6 +28,8 @@ from autopar.search.table import Choice, CostTable, memory_of
 
 # Tables of stages that are kept: those of a rank and a few more.
 _MOST_KEPT = 8
+# The relative gap of a search without a memory limit that has ended.
+_EXACT = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,8 @@ class CutTask:
     @cached_property
     def wirings(self) -> tuple[int, ...]:
         """A number for each stage, equal for isomorphic stages."""
+        if len(self.cut.stages) == 1:
+            return (0,)
         numbers: dict[Any, int] = {}
         return tuple(numbers.setdefault(wiring_of(stage.graph), len(numbers)) for stage in self.cut.stages)
 
@@ -92,6 +96,15 @@ class StageCache:
     on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
     failed: dict[Any, float] = field(default_factory=dict)
     problems: dict[Any, Problem] = field(default_factory=dict)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that the only stage of the only rank takes at least, whatever is saved; 0 if no search has proven it.
+
+        To recompute or to offload blocks costs time, so that a search that does neither, without a limit, proves it.
+        """
+        free = (one for one in self.free.values() if not any(own.recomputed or own.offloaded for _, own in one.parts))
+        return max((one.lower_bound_s for one in free if one.cost_s <= (1 + _EXACT) * one.lower_bound_s), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)

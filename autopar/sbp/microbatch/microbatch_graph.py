@@ -55,7 +55,7 @@ def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
     if num_microbatches == 1:
         values = [item.value for item in graph.inputs] + [value for value in graph.outputs if isinstance(value, Value)]
         return Microbatched(graph, 1, {value.name: I for value in values})
-    split = split_batch(graph)
+    split = graph.once(split_batch)
     _check_count(graph, split, num_microbatches)
     writing = _Writing(graph, split, num_microbatches)
     for op in graph.ops:
@@ -66,7 +66,7 @@ def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
 def microbatch_counts(graph: Graph) -> tuple[int, ...]:
     """The possible numbers of microbatches of `graph`, ascending; (1,) if its batch cannot be split."""
     try:
-        granularity = split_batch(graph).granularity
+        granularity = graph.once(split_batch).granularity
     except MicrobatchError:
         return (1,)
     return tuple(count for count in range(1, granularity + 1) if granularity % count == 0)

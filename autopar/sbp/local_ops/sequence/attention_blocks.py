@@ -75,7 +75,8 @@ class Merged:
     def add(self, rows: slice, out: Tensor, sums: Tensor) -> None:
         """Take in a block of the queries `rows`."""
         old = self.sums[..., rows]
-        both = torch.logaddexp(old, sums)
+        # without data it is made of many ops written in Python, which take memory that the kernel does not
+        both = torch.empty_like(old) if old.is_meta else torch.logaddexp(old, sums)
         base = both.masked_fill(both == -math.inf, 0.0)
         kept, new = ((x - base).exp()[..., None] for x in (old, sums))
         self.out[..., rows, :] = self.out[..., rows, :] * kept + out * new
