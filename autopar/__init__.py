@@ -8,6 +8,7 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.costmodel.cluster.load_cluster",
     "Plan": "autopar.plans.plan",
+    "balance": "autopar.runtime.balance.balance_shares",
     "calibrate_from": "autopar.verify.ledger",
     "compile": "autopar.api",
     "StatefulSampler": "autopar.shares.stateful_sampler",

@@ -25,13 +25,13 @@ from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Progress
 from autopar.planner.choose import choose_plan
-from autopar.planner.request import ANYTHING, PlanRequest, request_of
+from autopar.planner.request import ANYTHING, PlanRequest, check_shares, request_of
 from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.dtensor_state import is_taken_over
-from autopar.runtime.local_batch import local_batch
+from autopar.runtime.local_batch import LocalBatch, local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
@@ -62,6 +62,7 @@ def plan(
     schedule: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     unknown_ops: UnknownOps = "discover",
+    shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
 ) -> Plan | StagedPlan:
@@ -82,6 +83,8 @@ def plan(
     `reduce_dtype`: in which gradients of parameters are summed over ranks, e.g. torch.float32; by default their own.
     `unknown_ops`: "discover", the rule of an op that autopar has none for is found by running it on small samples;
         "whole", it is not run, and whole on each device.
+    `shares`: rows of the batch that each rank of an axis gets, where they are not to get as many: (24, 8), or {"dp":
+        (24, 8)}. Means, losses and batch statistics stay those of the whole batch.
     `loss_fn`: called with the model's output and the target, which is then the last of `args`.
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
@@ -89,8 +92,11 @@ def plan(
     check_given_model(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops)
+    request = request_of(
+        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
+    )
     graph = traced(skeleton(model), loss_fn, args, kwargs)
+    check_shares(request, graph)
     with _telling(graph, planar, request) as progress:
         return _with_notes(choose_plan(graph, planar, found, request, progress=progress, predict=rank_peaks))
 
@@ -108,6 +114,7 @@ def compile(
     schedule: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     unknown_ops: UnknownOps = "discover",
+    shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
@@ -130,8 +137,7 @@ def compile(
     `cluster`: a preset's name, a JSON file or a Cluster; by default these hosts as they were calibrated, or are now, in
         some seconds (`autopar.calibrate.default_cluster`).
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
-        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`,
-        `unknown_ops`).
+        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`, `unknown_ops`, `shares`).
     `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
         batch is all parts, one after the other: every tensor with a dim 0, labels too, is split along it. Ranks that
         differ only on axes called pp, tp, cp, sp, mp or model give the same part, all others their own, in row-major
@@ -151,7 +157,9 @@ def compile(
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
     check_given_model(model)
-    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops)
+    request = request_of(
+        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
+    )
     _check_options(plan, request, cluster, outputs, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None:
@@ -160,9 +168,8 @@ def compile(
     mesh = _device_mesh(mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
-    parts, checks = local_batch(mesh, batch), {"check": bool(check), "is_strict": check == "strict"}
-    planner = _Planner(mesh, found, request, given, is_own)
+    parts, checks = _parts(mesh, batch, request, given), {"check": bool(check), "is_strict": check == "strict"}
+    planner = _Planner(mesh, found, request, given, isinstance(plan, Plan | StagedPlan) and not plan.is_from_file)
     module = shard_module(model, mesh, planner, loss_fn, parts=parts, outputs=outputs, **checks)
     if args is not None or kwargs is not None:
         try:
@@ -183,11 +190,20 @@ def _check_open(mesh: AnyMesh, has_example: bool, batch: str | Sequence[str]) ->
         raise MeshError(f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes")
 
 
+def _parts(mesh: DeviceMesh, batch: str | Sequence[str], request: PlanRequest, given: str | None) -> LocalBatch | None:
+    """The parts of the batch that ranks give, in the shares that are asked for or those of a plan in the text `given`;
+    a plan for another mesh is refused later.
+    """
+    own = mesh_of(mesh)
+    placed = request.in_shares(own) if given is None else staged_plan.mesh_in(given)
+    return local_batch(mesh, batch, placed.shares if placed.shape == own.shape else ())
+
+
 def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, outputs: Any, check: Any) -> None:
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
-            " num_microbatches=, schedule=, reduce_dtype=, unknown_ops=): give either the plan or the options"
+            " num_microbatches=, schedule=, reduce_dtype=, unknown_ops=, shares=): give either the plan or the options"
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
@@ -221,6 +237,8 @@ class _Planner:
             with of_first_rank(self.mesh, "planning") as made:
                 if made.is_here:
                     cluster, request = self._asked(fixed, trains)
+                    if not fixed:
+                        check_shares(request, graph)  # of other batches they are proportions
                     request = replace(request, outputs=outputs)
                     mesh = mesh_of(self.mesh)
                     with _telling(graph, mesh, request) as progress:

@@ -10,8 +10,11 @@ from autopar.errors import MeshError
 
 # Characters that separate names, sizes and layouts in the text of a mesh or a pin: "dp=2,tp=4", "dp+tp", "tp:S(0)".
 SEPARATORS = "=,:+"
+Shares = tuple[tuple[int, tuple[int, ...]], ...]  # as of `Mesh`
 # The mesh axis along which the stages of a pipeline lie, as torchtitan calls it; in plans it is the first.
 PIPELINE = "pp"
+# Axes along which ranks share their rows, as every trainer has it: one data loader for all ranks of a model's copy.
+SHARING = frozenset((PIPELINE, "tp", "cp", "sp", "mp", "model"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,14 @@ class Mesh:
 
     A name is any text that prints on one line and contains none of `SEPARATORS`, so that `str(mesh)` can be parsed in
     only one way. MeshError for other names, or sizes below 1.
+
+    `shares`: the rows of the batch that each rank of one axis gets, (axis, its ranks' rows); (): all get as many. They
+    are no part of `str(mesh)`.
     """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    shares: Shares = ()
 
     def __post_init__(self) -> None:
         if not self.shape or any(type(size) is not int or size < 1 for size in self.shape):
@@ -35,6 +42,7 @@ class Mesh:
         if len(set(self.axis_names)) != len(self.axis_names) or len(self.axis_names) != len(self.shape):
             expected, found = len(self.shape), reprlib.repr(self.axis_names)
             raise MeshError(f"mesh {reprlib.repr(self.shape)} needs {expected} distinct axis names, found {found}")
+        _check_shares(self)
 
     @property
     def num_devices(self) -> int:
@@ -56,6 +64,23 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape))
+
+
+def _check_shares(mesh: Mesh) -> None:
+    """MeshError unless the shares of `mesh` are a positive number of rows for each rank of one of its axes."""
+    if len(mesh.shares) > 1:
+        raise MeshError("the batch is in shares on one axis of the mesh, found several; split it evenly on the others")
+    for axis, rows in mesh.shares:
+        if not 0 <= axis < mesh.ndim or len(rows) != mesh.shape[axis]:
+            expected = mesh.shape[axis] if 0 <= axis < mesh.ndim else 0
+            raise MeshError(
+                f"shares are the rows of each rank of an axis: {expected} numbers, found {reprlib.repr(rows)}"
+            )
+        if any(type(size) is not int or size < 1 for size in rows):
+            raise MeshError(
+                f"each rank gets one row of the batch or more, found shares {reprlib.repr(rows)}; leave a rank that"
+                " gets none out of the mesh"
+            )
 
 
 def _check_name(name: object) -> None:

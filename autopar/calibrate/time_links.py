@@ -13,7 +13,8 @@ import torch.distributed as dist
 from autopar.calibrate.call_time import block_s, calls_within
 from autopar.errors import AutoparError
 from autopar.runtime.rank_agreement import is_from_backend
-from autopar.sbp.convert import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.sbp.uneven.dim_parts import DimParts
 from autopar.units import format_bytes
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 
 
 class GatherSelf(Protocol):

@@ -131,7 +131,8 @@ def code(item: Any) -> str:
         case tuple() | list():
             return f"[{', '.join(map(code, item))}]"
         case Placement(kind="S", dim=dim, unit=unit):
-            return f"S({int(dim)})" if unit == 1 else f"S({int(dim)}, {int(unit)})"
+            numbers = f"{int(dim)}" if unit == 1 else f"{int(dim)}, {int(unit)}"
+            return f"{'shares' if item.shares else 'S'}({numbers})"
         case Placement(kind="L" | "E" as kind, dim=dim):
             return f"{kind}({int(dim)})"
         case Placement(kind="P" | "I" | "R" as kind):

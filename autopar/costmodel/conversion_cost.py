@@ -194,8 +194,14 @@ def _find_uneven(value: Value, sources: Layouts, targets: Layouts, mesh_shape: t
 
 @lru_cache(maxsize=256)
 def _has_units(layouts: Layouts) -> bool:
-    """Whether a split is in units, of which an axis may not divide the number although it divides the extent."""
-    return any(placement.is_split and placement.unit > 1 for layout in layouts for placement in layout)
+    """Whether a split is in units, of which an axis may not divide the number although it divides the extent, or in
+    shares.
+    """
+    return any(
+        placement.is_split and (placement.unit > 1 or bool(placement.shares))
+        for layout in layouts
+        for placement in layout
+    )
 
 
 @lru_cache(maxsize=2**12)

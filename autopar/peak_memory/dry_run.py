@@ -20,7 +20,7 @@ from autopar.runtime.accumulate import OpenStep, open_step
 from autopar.runtime.load_program import compile_source
 from autopar.runtime.pipeline.torch_stage import Wire, depends, sendable
 from autopar.runtime.saved_tensors.offload_saved import Offload
-from autopar.sbp.convert import Axis, joint_axis
+from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.nested import Nest
 from autopar.sbp.placement import Layout, local_shape
 from autopar.schedule.timeline import Action
@@ -61,7 +61,10 @@ class Rank:
             return None if how is None else Nest(how, (None,) * len(how.sizes))
 
         named = enumerate(zip(mesh.axis_names, mesh.shape))
-        single = [Axis(name, size, 0, None, nest((axis,))) for axis, (name, size) in named]
+        most_first = {axis: tuple(sorted(sizes, reverse=True)) for axis, sizes in mesh.shares}
+        single = [
+            Axis(name, size, 0, None, nest((axis,)), shares=most_first.get(axis, ())) for axis, (name, size) in named
+        ]
         joint = [joint_axis([single[axis] for axis in axes], None, nest(axes)) for axes in program.joint_axes]
         stored = [
             (item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives

@@ -56,7 +56,7 @@ def choose_plan(
     by default the estimate of the search is used. `watch`: called with each artifact, in order (`planner.printed`).
     MicrobatchError or another AutoparError if no plan satisfies the request.
     """
-    mesh = stages_first(mesh)
+    mesh = request.in_shares(stages_first(mesh))
     limit_s, request = request.time_limit_s, request.on(cluster)
     graph = with_unknown_ops(request.training.reduced(graph), request.unknown_ops)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
@@ -107,6 +107,8 @@ def _ways(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
             f" first, or take a mesh without {PIPELINE}"
         )
+    if isinstance(mesh, Mesh) and mesh.shares:
+        return (Way.WHOLE,)
     if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return (Way.STAGED,)
     is_whole = request.num_microbatches == 1 or (isinstance(mesh, Devices) and request.pins)

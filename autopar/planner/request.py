@@ -1,8 +1,8 @@
 """`PlanRequest`: the planning options of a call or command, from the public API to the search."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,10 +10,14 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.mesh import PIPELINE, SHARING, Devices, Mesh
 from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.placement import Layout
 from autopar.sbp.proof.unknown_ops import UnknownOps, check_unknown_ops
 from autopar.schedule.orders import NAMES as SCHEDULES
+
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | Devices)
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,10 @@ class PlanRequest:
     `pins`: FQN -> layout, for all copies of its layer. `stored`: FQN -> layout, for this parameter alone.
     `excluded`: op -> texts of strategies, or input value -> texts of layouts, that it must not have.
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
-    `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
-    plan; otherwise it has one stage and one microbatch. `unknown_ops`: whether ops without a rule are run on samples.
-    `outputs`: output of the graph -> layout; all others lie as is
-    fastest.
+    `shares`: the rows of the batch of each rank of the axis of that name, or "" for the first that can have them; () if
+    all get as many. `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether
+    `train_step` runs the plan; otherwise it has one stage and one microbatch. `unknown_ops`: whether ops without a rule
+    are run on samples. `outputs`: output of the graph -> layout; all others lie as is fastest.
 
     Of a stage: `crossing`: boundary tensor -> layout; `given`: choices that its plan has whatever the search chooses.
     """
@@ -37,6 +41,7 @@ class PlanRequest:
     memory_limit_bytes: float | None = None
     training: Training = WHOLE_BATCH
     time_limit_s: float = 30.0
+    shares: tuple[tuple[str, tuple[int, ...]], ...] = ()
     num_microbatches: int | None = None
     schedule: str | None = None
     trains: bool = True
@@ -49,6 +54,25 @@ class PlanRequest:
     def is_open(self) -> bool:
         """Whether the search chooses microbatches and stages."""
         return self.num_microbatches is None and self.schedule is None
+
+    def in_shares(self, mesh: AnyMesh) -> AnyMesh:
+        """`mesh` with the shares asked for; AutoparError if it has no axis for them, or stages or microbatches."""
+        if not self.shares:
+            return mesh
+        ((name, rows),) = self.shares
+        if isinstance(mesh, Devices) or PIPELINE in mesh.axis_names or (self.num_microbatches or 1) > 1:
+            raise AutoparError(
+                f"shares= are of a mesh with given axes, without stages and microbatches; found mesh {mesh}"
+                f" and num_microbatches={self.num_microbatches}: name the axes, e.g. 'dp={len(rows)}'"
+            )
+        names = [name] if name else [one for one in mesh.axis_names if one not in SHARING] or [mesh.axis_names[0]]
+        axis = next((i for i, one in enumerate(mesh.axis_names) if one in names and mesh.shape[i] == len(rows)), None)
+        if axis is None:
+            raise AutoparError(
+                f"shares= has the rows of {len(rows)} ranks, mesh {mesh} has no axis {name or 'of the batch'} with as"
+                " many; give a number for each rank of the axis that the batch is split on"
+            )
+        return replace(mesh, shares=((axis, rows),))
 
     @property
     def limit_bytes(self) -> float:
@@ -73,6 +97,7 @@ def request_of(
     schedule: str | None,
     reduce_dtype: torch.dtype | None = None,
     unknown_ops: UnknownOps = "discover",
+    shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
 ) -> PlanRequest:
     """The planning options of `autopar.plan`, where None stands for the default, as a request.
 
@@ -104,7 +129,36 @@ def request_of(
         if schedule not in SCHEDULES:
             raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
         request["schedule"] = schedule
-    return PlanRequest(**request, training=_summing_in(reduce_dtype))
+    return PlanRequest(**request, shares=_shares(shares), training=_summing_in(reduce_dtype))
+
+
+def _shares(shares: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    if shares is None:
+        return ()
+    by_axis = dict(shares) if isinstance(shares, Mapping) else {"": shares}
+    pairs = tuple((str(name), tuple(rows)) for name, rows in by_axis.items() if isinstance(rows, Sequence))
+    if len(by_axis) != 1 or len(pairs) != 1 or any(type(size) is not int for size in pairs[0][1]):
+        raise AutoparError(
+            f"shares= expects the rows of the batch of each rank of one axis, e.g. (24, 8) or {{'dp': (24, 8)}}, found"
+            f" {shares!r}"
+        )
+    if any(size < 1 for size in pairs[0][1]):
+        raise AutoparError(
+            f"shares= expects one row of the batch or more for each rank, found {pairs[0][1]}: leave a rank that gets"
+            " none out of the mesh"
+        )
+    return pairs
+
+
+def check_shares(request: PlanRequest, graph: Graph) -> None:
+    """AutoparError unless the shares asked for are as many rows as the batch has."""
+    for _, rows in request.shares:
+        batch = next((item.value.shape[0] for item in graph.of_kind("argument") if item.value.shape), 0)
+        if sum(rows) != batch:
+            raise AutoparError(
+                f"shares={rows} are {sum(rows)} rows, the batch has {batch}: the shares of the ranks of an axis"
+                " together are the batch"
+            )
 
 
 def _summing_in(dtype: torch.dtype | None) -> Training:

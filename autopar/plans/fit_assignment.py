@@ -11,7 +11,7 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import Extra, annotate, nearest_strategy, neighbours_of
 from autopar.sbp.placement import I, Layout, format_layout, is_convertible
 from autopar.sbp.signature import Strategy
-from autopar.sbp.uneven.uneven_extents import uneven_extents
+from autopar.sbp.uneven.uneven_extents import shared_extents, uneven_extents
 
 
 def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignment:
@@ -26,10 +26,11 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
     layouts = {name: _nearest(assignment.layouts.get(name), offered) for name, offered in candidates.layouts.items()}
     outputs = {name: _nearest(assignment.outputs.get(name), offered) for name, offered in candidates.outputs.items()}
     produced, strategies, routed = dict(layouts), dict[str, Strategy](), own_order_signatures(graph)
-    uneven = uneven_extents(graph, graph.ops, mesh.shape)
+    uneven, shared = uneven_extents(graph, graph.ops, mesh.shape), shared_extents(graph, graph.ops, mesh)
     for op in graph.ops:
         reads = tuple(produced[value.name] for value in op.inputs)
-        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, Extra.of(op, routed, uneven))
+        extra = Extra.of(op, routed, uneven, shared)
+        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, extra)
         strategies[op.name] = strategy
         produced.update((value.name, strategy.output_layout(index)) for index, value in enumerate(op.outputs))
     one_class_each = {name: name for name in (*strategies, *layouts)}

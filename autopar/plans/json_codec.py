@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from autopar.costmodel.cluster.load_cluster import Cluster, cluster_from_json
+from autopar.mesh import Shares
 from autopar.plans.json_fields import Fields, shown
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import Layout, format_layout, parse_layout
+from autopar.sbp.placement import Layout, format_layout, format_shares, parse_layout, parse_shares
 from autopar.sbp.signature import Signature, Strategy
 
 Result = TypeVar("Result")
@@ -111,6 +112,11 @@ def parse_signature(text: str) -> Signature:
     return Signature(inputs, outputs, match[3] or "")
 
 
+def _shares(fields: Fields, key: str) -> Shares:
+    pairs = (text.partition(":") for text in fields.texts(key))
+    return tuple((int(axis), parse_shares(rows)) for axis, _, rows in pairs)
+
+
 def _memory_limit(fields: Fields, key: str) -> float:
     return math.inf if fields[key] is None else fields.number(key, least=1.0)
 
@@ -127,6 +133,7 @@ _CODECS: Mapping[Any, _Codec] = {
     MemoryLimit: _Codec(lambda limit: None if limit == math.inf else limit, _memory_limit),
     Layout: _Codec(format_layout, lambda fields, key: parse_layout(fields.text(key))),
     Strategy: _Codec(lambda strategy: [str(signature) for signature in strategy.signatures], _strategy),
+    Shares: _Codec(lambda shares: [f"{axis}:{format_shares(rows)}" for axis, rows in shares], _shares),
     Cluster: _Codec(
         lambda cluster: json.loads(cluster.to_json()),
         lambda fields, key: cluster_from_json(json.dumps(fields.under(key).content)),

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from dataclasses import fields as fields_in
 from functools import cache
 from importlib.metadata import version
@@ -26,7 +26,7 @@ from autopar.schedule.orders import Schedule
 Result = TypeVar("Result")
 Plans = TypeVar("Plans", bound="SavedAnyPlan")
 
-FORMAT = 5
+FORMAT = 6
 _MOST_TOLD = 500  # characters of an error about a text, which may quote it
 AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 
@@ -189,7 +189,7 @@ def check_belongs(saved: _Placed, graph: Graph, mesh: Mesh | Devices) -> Mesh:
             f"the plan is for another model or other input shapes ({graphs}); build the model and its example inputs as"
             " they were planned, or plan anew"
         )
-    return saved.mesh if is_open else mesh
+    return saved.mesh if is_open else replace(mesh, shares=saved.mesh.shares)
 
 
 def write(path: str | os.PathLike, text: str) -> None:

@@ -167,7 +167,8 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
     """(cluster, fields of the `PlanRequest`) for which the plan in `text` was made; PlanError if there is none."""
     saved = _saved(text)
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
-    return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
+    shares = tuple((saved.mesh.axis_names[axis], rows) for axis, rows in saved.mesh.shares)
+    return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes, "shares": shares}
 
 
 def sub_mesh(mesh: Mesh) -> Mesh:

@@ -10,7 +10,7 @@ import torch
 from autopar.codegen.generated_self import Gather, GeneratedSelf
 from autopar.codegen.program import Gathered, Program
 from autopar.runtime.rank_agreement import peers_alive
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.in_flight import InFlight, arrived, is_in_turn
 
 # variable of the generated functions -> result of `gather`, in autograd's graph

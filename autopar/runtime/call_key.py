@@ -36,10 +36,13 @@ CONSTANTS = (
 )
 
 
-def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict, device_type: str) -> tuple[Key, Key]:
+def describe_call(
+    modes: tuple[bool, ...], args: tuple, kwargs: dict, device_type: str, parts: LocalBatch | None = None
+) -> tuple[Key, Key]:
     """(parts of a call that the ranks must agree on, parts that a program depends on); keywords in any order.
 
-    `device_type`: of the model's tensors, whose autocast counts.
+    `device_type`: of the model's tensors, whose autocast counts. `parts`: of the batch; of shares, which differ, sizes
+    are those of the whole.
     """
     kwargs = dict(sorted(kwargs.items()))
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -47,7 +50,13 @@ def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict, device_typ
         register_types((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
     ambient = torch.get_default_dtype(), autocast_on(device_type), torch.is_grad_enabled()
-    key = (tuple(map(_describe, leaves)), spec, modes, *ambient)
+    own = [_describe(leaf) for leaf in leaves]
+    if parts is not None and parts.shares is not None:
+        own = [
+            (parts.whole_shape(leaf), *one[1:]) if isinstance(leaf, torch.Tensor) else one
+            for leaf, one in zip(leaves, own)
+        ]
+    key = (tuple(own), spec, modes, *ambient)
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
     return (*key, placements), key
 

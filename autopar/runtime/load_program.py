@@ -21,8 +21,10 @@ from autopar.codegen.program import Program
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import nesting
 from autopar.ir.graph import Graph
+from autopar.mesh import Shares
 from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
+from autopar.plans.resplit import resplit
 from autopar.runtime.interop.output_hooks import copied_outputs
 from autopar.runtime.process_groups import joint_group, level_groups
 from autopar.runtime.rank_agreement import peers_alive
@@ -31,11 +33,12 @@ from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.runtime.saved_tensors.recompute import recomputed
 from autopar.runtime.saved_tensors.regather import regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
-from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
+from autopar.sbp.axis import Axis, joint_axis
+from autopar.sbp.convert import convert, convert_together, move
 from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.nested import Nest
-from autopar.sbp.placement import E, I, L, Layout, P, R, S
+from autopar.sbp.placement import E, I, L, Layout, P, R, S, shares
 
 _numbers = itertools.count()
 
@@ -56,7 +59,7 @@ class Loaded:
     source: str
     function: Forward
     mesh: DeviceMesh
-    axes: tuple[Axis, ...]
+    placed: "MeshAxes"
     constants: Mapping[str, torch.Tensor]
     owners: Mapping[str, tuple[nn.Module, str]]
     gather: Gather | None = None
@@ -65,9 +68,14 @@ class Loaded:
     copied: frozenset[int] = frozenset()
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.placed.now
+
+    @property
     def plan(self) -> Plan:
-        """The plan, which is priced now if that was not asked for before."""
-        return self.choices.plan if isinstance(self.choices, Choices) else self.choices
+        """The plan, which is priced now if that was not asked for before, or the batch is in other shares since."""
+        plan = self.choices.plan if isinstance(self.choices, Choices) else self.choices
+        return resplit(plan, {axis: self.axes[axis].shares for axis, _ in plan.mesh.shares})
 
     @property
     def step_seed(self) -> int:
@@ -101,6 +109,17 @@ class Loaded:
             self.state(fqn).to_local().copy_(value)
 
 
+@dataclass(eq=False)
+class MeshAxes:
+    """The axes of a program; those that have the batch in shares may get others between two steps."""
+
+    now: tuple[Axis, ...]
+
+    def share(self, sizes: tuple[int, ...]) -> None:
+        """From now on the batch is in shares of these sizes."""
+        self.now = tuple(replace(axis, shares=sizes) if axis.shares else axis for axis in self.now)
+
+
 class _Local(torch.autograd.Function):
     """A DTensor's local part, as `to_local` gives it; the gradient is a DTensor that can be differentiated again."""
 
@@ -123,8 +142,9 @@ class _Local(torch.autograd.Function):
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
 
 
-def load(program: Program, **fields: Any) -> Loaded:
+def load(program: Program, axes: tuple[Axis, ...], **fields: Any) -> Loaded:
     """Compile the program's source; `fields` are the other fields of `Loaded`."""
+    fields["placed"] = MeshAxes(axes)
     source, names = emit(program), namespace()
     function, copied = compile_source(source, names), copied_outputs(fields["graph"], program)
     return Loaded(
@@ -174,6 +194,7 @@ def namespace() -> dict[str, Any]:
         "P": P,
         "R": R,
         "S": S,
+        "shares": shares,
         "E": E,
         "L": L,
         "inf": math.inf,
@@ -182,10 +203,11 @@ def namespace() -> dict[str, Any]:
 
 
 def axes_of(
-    mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = (), cluster: Cluster | None = None
+    mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = (), cluster: Cluster | None = None, shares: Shares = ()
 ) -> tuple[Axis, ...]:
     """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with
     the same sets. `cluster`: by whose prices collectives over several link levels are run level by level; None: never.
+    `shares`: of `Mesh`.
     """
     names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
 
@@ -194,7 +216,8 @@ def axes_of(
         return None if how is None else Nest(how, level_groups(mesh, axes, how.sizes))
 
     single = tuple(
-        Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i), nest((i,))) for i, name in enumerate(names)
+        Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i), nest((i,)), shares=dict(shares).get(i, ()))
+        for i, name in enumerate(names)
     )
     return single + tuple(
         joint_axis([single[i] for i in axes], joint_group(mesh, axes), nest(tuple(axes))) for axes in joint
@@ -202,5 +225,8 @@ def axes_of(
 
 
 def torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
-    """A stored layout as DTensor placements; mesh order is DTensor's own order of nested splits."""
-    return tuple(Shard(p.dim) if p.is_split else Replicate() for p in layout)
+    """A stored layout as DTensor placements; mesh order is DTensor's own order of nested splits.
+
+    What is in shares, which DTensor does not know, is whole.
+    """
+    return tuple(Shard(p.dim) if p.is_split and not p.shares else Replicate() for p in layout)

@@ -10,38 +10,63 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, MicrobatchError
 from autopar.ir.graph import Graph, Value
-from autopar.sbp.convert import Axis, convert
+from autopar.mesh import SHARING, Shares
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import convert
 from autopar.sbp.microbatch.split_batch import batch_size, split_batch
 from autopar.sbp.placement import I, Layout, S
 from autopar.sbp.uneven.extents import extents_of_parts
-
-# Axes along which ranks share their rows, as every trainer has it: one data loader for all ranks of a model's copy.
-SHARING = frozenset(("pp", "tp", "cp", "sp", "mp", "model"))
 
 
 @dataclass(frozen=True)
 class LocalBatch:
     """The ranks that differ on `axis_names` hold `num_parts` parts of the batch, in row-major order; others share one.
 
-    Every plain tensor argument that has a dim 0 is a part of it along dim 0.
+    Every plain tensor argument that has a dim 0 is a part of it along dim 0. `shares`: (axis name, rows of each of its
+    ranks, this rank's index on it), where they have unequal parts.
     """
 
     axis_names: tuple[str, ...]
     num_parts: int
+    shares: tuple[str, tuple[int, ...], int] | None = None
 
     def whole_shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Shape of the argument of which this rank gives `x`."""
+        """Shape of the argument of which this rank gives `x`; AutoparError if it has not this rank's share of rows."""
         is_part = x.ndim > 0 and not isinstance(x, DTensor)
-        return (x.shape[0] * self.num_parts, *x.shape[1:]) if is_part else tuple(x.shape)
+        return (self._whole_size(x.shape[0]), *x.shape[1:]) if is_part else tuple(x.shape)
 
-    def layout(self, axis_names: Sequence[str], dim: int = 0) -> Layout:
-        """How parts along `dim` lie on the mesh axes of these names."""
-        return tuple(S(dim) if name in self.axis_names else I for name in axis_names)
+    def _whole_size(self, rows: int) -> int:
+        if self.shares is None:
+            return rows * self.num_parts
+        name, sizes, index = self.shares
+        units, rest = divmod(rows * self.num_parts // len(sizes), sizes[index])
+        if rest or not units:
+            raise AutoparError(
+                f"this rank, {index} on axis {name}, gives {rows} rows, its share is"
+                f" {sizes[index] * len(sizes) // self.num_parts} of shares {sizes}: give it as many, or every rank the"
+                ' whole batch (batch="global"), which may have any size'
+            )
+        return units * sum(sizes)
+
+    def fraction(self) -> float:
+        """This rank's share of the batch."""
+        if self.shares is None:
+            return 1 / self.num_parts
+        _, sizes, index = self.shares
+        return sizes[index] / sum(sizes) * len(sizes) / self.num_parts
+
+    def layout(self, axis_names: Sequence[str], dim: int = 0, extent: int | None = None) -> Layout:
+        """How parts along `dim`, of size `extent`, lie on the mesh axes of these names."""
+        shared, sizes, _ = self.shares or ("", (), 0)
+        unit = max(1, extent // sum(sizes)) if sizes and extent else 1
+        split = {name: S(dim, unit, sizes if name == shared else ()) for name in self.axis_names}
+        return tuple(split.get(name, I) for name in axis_names)
 
     def enter(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout) -> torch.Tensor:
         """This rank's part of an argument that lies in `layout`; `x` is what it was given."""
-        own = self.layout([axis.name for axis in axes]) if x.ndim else (I,) * len(axes)
-        return redistributed(x, self.whole_shape(x), axes, own, layout)
+        shape = self.whole_shape(x)
+        own = self.layout([axis.name for axis in axes], extent=shape[0]) if x.ndim else (I,) * len(axes)
+        return redistributed(x, shape, axes, own, layout)
 
     def whole(self, x: Any, move: Callable[[torch.Tensor], torch.Tensor], axes: Sequence[Axis]) -> Any:
         """All ranks' parts of an argument, if it has parts. `move`: to the mesh's device."""
@@ -54,11 +79,13 @@ class LocalBatch:
         """This rank's rows of an output of global `shape` that lies in `layout`, the batch along `dim`.
 
         Backward of rows takes the mean over the parts, as DistributedDataParallel does: a loss that each rank computes
-        of its rows stands for the mean of all ranks' losses.
+        of its rows stands for the mean of all ranks' losses, each by its share of the rows.
         """
-        rows = redistributed(x, shape, axes, layout, self.layout([axis.name for axis in axes], dim))
+        own = self.layout([axis.name for axis in axes], dim, shape[dim])
+        rows = redistributed(x, shape, axes, layout, own)
         if rows.requires_grad and self.num_parts > 1:
-            rows.register_hook(lambda gradient: gradient / self.num_parts)
+            fraction = self.fraction()
+            rows.register_hook(lambda gradient: gradient * fraction)
         return rows
 
 
@@ -104,16 +131,16 @@ def output_layouts(
     for i, value in enumerate(graph.outputs):
         if isinstance(value, Value) and value.shape:
             if parts is not None and i in rows:
-                layouts[value.name] = parts.layout(axis_names, rows[i])
+                layouts[value.name] = parts.layout(axis_names, rows[i], value.shape[rows[i]])
             elif is_whole:
                 layouts[value.name] = (I,) * len(axis_names)
     return layouts
 
 
-def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | None:
+def local_batch(mesh: DeviceMesh, batch: str | Sequence[str], shares: Shares = ()) -> LocalBatch | None:
     """The meaning of `batch`, an argument of `autopar.compile`: None if every rank gives the whole batch.
 
-    AutoparError if it is neither "global", "local" nor axes of the mesh.
+    AutoparError if it is neither "global", "local" nor axes of the mesh, or lacks the axis of the `shares`.
     """
     names = mesh.mesh_dim_names or ()
     if batch == "global":
@@ -129,4 +156,7 @@ def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | No
     parts: Any = 1
     for name in batch:
         parts *= sizes[name]
-    return LocalBatch(tuple(name for name in batch if sizes[name] > 1), int(parts)) if parts > 1 else None
+    own = next(((names[axis], rows, mesh.get_local_rank(axis)) for axis, rows in shares), None)
+    if own is not None and own[0] not in batch:
+        raise AutoparError(f"batch={tuple(batch)} lacks axis {own[0]}, on which ranks have shares of the batch")
+    return LocalBatch(tuple(name for name in batch if sizes[name] > 1), int(parts), own) if parts > 1 else None

@@ -22,7 +22,7 @@ from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.rarely_collected import rarely_collected
 from autopar.ir.trace_with_loss import LossFunction
-from autopar.mesh import mesh_of
+from autopar.mesh import Shares, mesh_of
 from autopar.plans.choices import Choices
 from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan
@@ -99,6 +99,7 @@ class Runtime:
     check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
     is_strict: bool = False  # weights must be equal on all ranks; otherwise the first rank's are taken
     is_in_use: bool = False  # somebody may hold the parameters
+    shares: Shares = ()  # of the batch, if they were changed since it was planned
     gives_whole: bool = True  # outputs of a call; otherwise those that lie split are DTensors
     # FQN of what only other ranks hold -> what it is like
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class Runtime:
         check_no_transform()
         self.calls.num_begun += 1
         is_new = self._notice_changes(module)
-        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)
+        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
         key = (*mode, self.changes.generation, trains)
         if key not in self.loaded or ((over := self.trials.get(key)) is not None and over.is_over()):
             start_s, over = time.perf_counter(), self.trials.get(key)
@@ -339,15 +340,14 @@ class Runtime:
             check_seed(self.mesh)
         self._take_over(module, graph, plan.assignment.layouts, self.mesh)
         with peers_alive():
-            axes = axes_of(self.mesh, program.joint_axes, plan.cluster)
-        constants = run_constants(graph, torch.device(self.mesh.device_type))
+            axes = axes_of(self.mesh, program.joint_axes, plan.cluster, self.shares or program.mesh.shares)
         return load(
             program,
             choices=plan,
             graph=graph,
             mesh=self.mesh,
             axes=axes,
-            constants=constants,
+            constants=run_constants(graph, torch.device(self.mesh.device_type)),
             owners=owners(module),
             rows={} if self.parts is None else rows_of(graph),
         )

@@ -17,8 +17,9 @@ from autopar.runtime.interop.output_hooks import refuse_hooks
 from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
-from autopar.sbp.convert import Axis, move
-from autopar.sbp.placement import I, Layout, is_even
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import move
+from autopar.sbp.placement import I, Layout, S, is_even
 from autopar.torch_compat import has_hooks_of_all_modules, peek_interpreter_stack, pytree
 
 
@@ -123,6 +124,9 @@ def check_no_transform() -> None:
 def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:
     if isinstance(leaf, DTensor):
         _check_mesh(leaf.device_mesh, item, loaded.mesh)
+        if any(placement.shares for placement in layout):  # which DTensor does not know
+            whole = leaf.full_tensor()
+            return redistributed(whole, whole.shape, loaded.axes, (I,) * len(layout), layout)
         return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
     leaf = on_device(leaf, item.fqn, loaded.mesh.device_type)
     if parts is not None:
@@ -155,6 +159,9 @@ def _leave(x: Any, value: Any, layout: Layout, loaded: Loaded, *, is_whole: bool
         return x
     if is_whole:
         return redistributed(x, value.shape, loaded.axes, layout, (I,) * len(layout))
+    if any(placement.shares or placement.unit > 1 for placement in layout):
+        plain = tuple(S(placement.dim) if placement.is_split else I for placement in layout)
+        x, layout = redistributed(x, value.shape, loaded.axes, layout, plain), plain
     if is_even(value.shape, layout, tuple(loaded.mesh.shape)):
         return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
     split = {placement.dim for placement in layout}

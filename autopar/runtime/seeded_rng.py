@@ -4,7 +4,7 @@ from types import TracebackType
 
 import torch
 
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 
 
 def draw_seed() -> int:

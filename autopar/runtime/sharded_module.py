@@ -188,7 +188,8 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
     @property
     def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
         """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch.
-        A step in microbatches takes whole arguments.
+        A step in microbatches takes whole arguments, and what is in shares is whole for DTensor: batch="local" takes a
+        rank's share.
         """
         running = self._autopar.current()
         if isinstance(running, Trainer):

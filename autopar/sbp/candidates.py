@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import ne
 
@@ -16,7 +16,7 @@ from autopar.sbp.placement import I, Layout, S, is_convertible, is_even, num_par
 from autopar.sbp.rules import rule_of
 from autopar.sbp.rules.given import per_rules
 from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
-from autopar.sbp.uneven.uneven_extents import Uneven, uneven_extents
+from autopar.sbp.uneven.uneven_extents import SharedRows, Uneven, shared_extents, uneven_extents
 from autopar.sbp.uneven.uneven_signatures import are_valid_parts, has_units, uneven_signatures
 
 Signatures = tuple[Signature, ...]
@@ -37,40 +37,45 @@ def annotate(
     a neighbourhood in a space too large to list; an op that it lacks gets none.
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
-    uneven = uneven_extents(graph, ops, mesh.shape)
+    uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     routed = own_order_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
     return Candidates(
         strategies={
-            op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven)) for op in ops
+            op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven, shared)) for op in ops
         },
-        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage, uneven) for item in graph.inputs},
+        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage, uneven, shared) for item in graph.inputs},
         outputs={
-            value.name: _layouts(value.shape, mesh.shape, () if is_stage else _uneven_dims(value.shape, uneven))
+            value.name: _output_layouts(value.shape, mesh.shape, () if is_stage else uneven, shared)
             for value in outputs
         },
         without_rule=tuple(unknown),
         discovered={name: found for name, found in unknown.items() if found is not None},
-        not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven)),
+        not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven, shared)),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Signatures that an op has in a graph beyond its own: those that route tokens, and those in uneven parts."""
+    """Signatures that an op has in a graph beyond its own: those that route tokens, and those in uneven parts; on the
+    axis of shares an op with dims that are `shared` is split in shares or not at all.
+    """
 
     routed: Signatures = ()
     uneven: Uneven = ()
+    shared: SharedRows | None = None
 
     @classmethod
-    def of(cls, op: Op, routed: Mapping[str, Signatures], uneven: Uneven) -> "Extra":
-        """Of a graph with these `uneven` extents, those of the op."""
-        if not uneven:
+    def of(cls, op: Op, routed: Mapping[str, Signatures], uneven: Uneven, shared: SharedRows | None = None) -> "Extra":
+        """Of a graph with these `uneven` and `shared` extents, those of the op."""
+        if not uneven and shared is None:
             return cls(routed.get(op.name, ()))
-        own = {extent for value in (*op.inputs, *op.outputs) for extent in value.shape}
-        return cls(routed.get(op.name, ()), tuple(each for each in uneven if each[0] in own))
+        own = _extents(op)
+        if shared is not None:
+            shared = replace(shared, extents=tuple(each for each in shared.extents if each[0] in own))
+        return cls(routed.get(op.name, ()), tuple(each for each in uneven if each[0] in own), shared)
 
 
 def _strategies(
@@ -88,7 +93,8 @@ def strategies_of(op: Op, mesh_shape: tuple[int, ...], extra: Extra = Extra()) -
 
     On axes of size 1 it is the only one.
     """
-    return tuple(_valid(op, itertools.product(*(_on_axis(op, size, extra) for size in mesh_shape)), mesh_shape, extra))
+    per_axis = (_on_axis(op, axis, size, extra) for axis, size in enumerate(mesh_shape))
+    return tuple(_valid(op, itertools.product(*per_axis), mesh_shape, extra))
 
 
 @per_rules
@@ -97,7 +103,8 @@ def neighbours_of(
 ) -> tuple[Strategy, ...]:
     """The strategies of `op` that differ from `near` on at most `num_changed` axes; () if `near` is invalid."""
     known = set(near.signatures)
-    per_axis = [_on_axis(op, size, extra, None if num_changed else known) for size in mesh_shape]
+    own = None if num_changed else known
+    per_axis = [_on_axis(op, axis, size, extra, own) for axis, size in enumerate(mesh_shape)]
     if len(near.signatures) != len(per_axis) or not all(
         sig in on_axis for sig, on_axis in zip(near.signatures, per_axis)
     ):
@@ -125,7 +132,7 @@ def nearest_strategy(
             given = tuple(layout[axis] for layout in layouts)
             return not is_convertible(given, signature.inputs), sum(map(ne, signature.inputs, given))
 
-        nearest = sorted(_on_axis(op, size, extra), key=differing)
+        nearest = sorted(_on_axis(op, axis, size, extra), key=differing)
         several = ((*chosen, signature, *rest[axis + 1 :]) for signature in nearest)
         chosen.append(next(_valid(op, several, mesh_shape, extra)).signatures[axis])
     return Strategy(tuple(chosen))
@@ -153,8 +160,8 @@ def _valid(
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
-        if extra.uneven and not (is_even and not any(map(has_units, combination))):
-            is_even = are_valid_parts(op, combination, mesh_shape, extra.uneven)
+        if (extra.uneven or extra.shared) and not (is_even and not any(map(has_units, combination))):
+            is_even = are_valid_parts(op, combination, mesh_shape, extra.uneven, extra.shared)
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
         if is_even and not is_mixed and not (alone and _is_split_again(alone, combination)):
             yield Strategy(combination)
@@ -192,15 +199,26 @@ def _is_split_again(alone: Collection[str], combination: tuple[Signature, ...]) 
     )
 
 
-def _on_axis(op: Op, size: int, extra: Extra, known: Collection[Signature] | None = None) -> list[Signature]:
-    """The signatures of `op` that divide evenly over one axis of `size` or may be uneven; of the `known` ones only, if
-    there are any.
+def _on_axis(op: Op, axis: int, size: int, extra: Extra, known: Collection[Signature] | None = None) -> list[Signature]:
+    """The signatures of `op` that divide evenly over mesh axis `axis`, of `size`, or may be uneven; of the `known` ones
+    only, if there are any.
     """
     signatures = (*signatures_of(op), *extra.routed)[: 1 if size == 1 else None]
     found = [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in extents_of(op, sig).values())]
     if extra.uneven and size > 1:
         found = list(dict.fromkeys((*found, *uneven_signatures(op, extra.uneven))))
+    if (shared := extra.shared) is not None and shared.axis == axis:
+        # who gets fewer rows is slower, and would be waited for where another dim is split evenly
+        others = [sig for sig in found if not (shared.extents and extents_of(op, sig)) and not _is_own(sig)]
+        found = [*others, *uneven_signatures(op, shared.extents, shared.sizes)]
+    elif shared is not None and shared.axis < axis and size > 1:
+        found = list(dict.fromkeys((*found, *uneven_signatures(op, shared.extents))))
     return found if known is None else [sig for sig in found if sig in known]
+
+
+def _is_own(signature: Signature) -> bool:
+    """Whether ranks have rows in orders of their own, of which each would have as many."""
+    return any(placement.is_own for placement in (*signature.inputs, *signature.outputs))
 
 
 def _is_uneven(extent: int, size: int) -> bool:
@@ -237,7 +255,9 @@ def _uneven_dims(shape: tuple[int, ...], uneven: Uneven) -> tuple[int, ...]:
     return tuple(dim for dim, extent in enumerate(shape) if extent in offered)
 
 
-def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool, uneven: Uneven) -> tuple[Layout, ...]:
+def _input_layouts(
+    item: Input, mesh_shape: tuple[int, ...], is_stage: bool, uneven: Uneven, shared: SharedRows | None
+) -> tuple[Layout, ...]:
     """The layouts that an input may be stored in.
 
     A constant is computed whole and the gradient of a caller's argument must be whole, so that these are stored whole;
@@ -248,11 +268,34 @@ def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool, une
     is_received = item.kind == "argument" and is_stage
     dims = () if is_received else _uneven_dims(item.value.shape, uneven)
     layouts = ((I,) * len(mesh_shape),) if is_whole else _layouts(item.value.shape, mesh_shape, dims)
-    return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
+    if item.kind != "argument":
+        return layouts
+    if shared is not None and not is_whole:
+        layouts = tuple(_in_shares(layouts, item.value.shape, shared))
+    return tuple(sorted(layouts, key=lambda layout: -sum(placement.dim == 0 for placement in layout)))
+
+
+def _output_layouts(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], uneven: Uneven, shared: SharedRows | None
+) -> tuple[Layout, ...]:
+    layouts = _layouts(shape, mesh_shape, _uneven_dims(shape, uneven))
+    return layouts if shared is None else tuple(_in_shares(layouts, shape, shared))
+
+
+def _in_shares(layouts: Iterable[Layout], shape: tuple[int, ...], shared: SharedRows) -> Iterator[Layout]:
+    """`layouts` of a tensor of `shape` without those that split what is in shares, and with its shares for whole."""
+    axis, units = shared.axis, dict(shared.extents)
+    for layout in layouts:
+        if not layout[axis].is_split or not shared.has(shape[layout[axis].dim]):
+            yield layout
+        for dim, extent in enumerate(shape) if layout[axis] == I else ():
+            if all(placement.dim != dim for placement in layout):
+                offered = (S(dim, unit, shared.sizes) for unit in units.get(extent, ()))
+                yield from ((*layout[:axis], one, *layout[axis + 1 :]) for one in offered)
 
 
 def _not_divided(
-    graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...], uneven: Uneven
+    graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...], uneven: Uneven, shared: SharedRows | None
 ) -> Iterator[tuple[str, int, int]]:
     offered = {extent for extent, units in uneven if 1 in units}
     for axis, size in enumerate(mesh_shape):
@@ -263,7 +306,12 @@ def _not_divided(
                 yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
             found = _undivided_dims(op.nameless, size, Extra.of(op, {}, uneven).uneven)
-            yield from ((op.name, dim, axis) for dim in found)
+            is_shared = shared is not None and shared.axis == axis and any(map(shared.has, _extents(op)))
+            yield from ((op.name, dim, axis) for dim in found if not is_shared)
+
+
+def _extents(op: Op) -> set[int]:
+    return {extent for value in (*op.inputs, *op.outputs) for extent in value.shape}
 
 
 @per_rules

@@ -4,61 +4,24 @@
 does not promise (the gradient of `sum` is an expanded view).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, waiting_nodes
-from autopar.sbp.nested import Chain, Nest, gather_into, scatter_into
+from autopar.sbp.axis import Axis
+from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, timed, waiting_nodes
+from autopar.sbp.nested import Chain, gather_into, scatter_into
 from autopar.sbp.placement import P, Placement, R
 from autopar.sbp.uneven.dim_parts import DimParts
-from autopar.sbp.uneven.parts import part_sizes
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """A mesh axis, or several as one, as seen by a rank, whose coordinate on it is `index`.
-
-    Without a `group` the rank has no peers (a dry run): collectives return tensors of the right shape with arbitrary
-    contents. `nest`: its groups of each link level, where some collectives are run level by level.
-    `sizes`: of the axes that are taken as one.
-    """
-
-    name: str
-    size: int
-    index: int
-    group: dist.ProcessGroup | None
-    nest: Nest | None = None
-    sizes: tuple[int, ...] = ()
-
-    def parts(self, extent: int, unit: int = 1) -> tuple[int, ...]:
-        """The sizes of all ranks' parts of a dim of size `extent`."""
-        return part_sizes(extent, self.sizes or (self.size,), unit)
-
-    def part(self, extent: int, unit: int = 1) -> int:
-        """The size of this rank's part of a dim of size `extent`."""
-        is_even = extent % (self.size * unit) == 0
-        return extent // self.size if is_even else self.parts(extent, unit)[self.index]
-
-
-def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None, nest: Nest | None = None) -> Axis:
-    """All ranks of `axes` as one axis, in row-major order, which must be the order of `group`."""
-    index = 0
-    for axis in axes:
-        index = index * axis.size + axis.index
-    sizes = tuple(axis.size for axis in axes)
-    return Axis("+".join(axis.name for axis in axes), math.prod(sizes), index, group, nest, sizes)
 
 
 def _parts_of(axis: Axis, placement: Placement, extent: int | None) -> DimParts:
     """The parts of a dim of size `extent` in `placement`; None: they are equal."""
-    is_even = extent is None or extent % (axis.size * placement.unit) == 0
-    return DimParts(placement.dim, () if is_even else axis.parts(extent or 0, placement.unit))
+    is_even = extent is None or not (placement.shares or extent % (axis.size * placement.unit))
+    return DimParts(placement.dim, () if is_even else axis.parts(extent or 0, placement))
 
 
 Extents = tuple[int | None, ...]  # of several tensors, as of `convert`; () if all parts are equal
@@ -176,7 +139,7 @@ def _sum_in_flight(
 def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> list[int]:
     """The shape of a rank's part in `placement` of a whole tensor of `shape`."""
     return [
-        axis.part(size, placement.unit) if placement.is_split and dim == placement.dim else size
+        axis.part_in(placement, size) if placement.is_split and dim == placement.dim else size
         for dim, size in enumerate(shape)
     ]
 
@@ -227,7 +190,7 @@ def _wait(work: dist.Work | Chain | None, sent: torch.Tensor) -> None:
     There is nothing to wait for if it was issued in turn, or by a rank without peers.
     """
     if work is not None:
-        work.wait()
+        timed(work.wait)
 
 
 def _begin_sum(
@@ -240,7 +203,7 @@ def _begin_sum(
             flat = torch.cat([*parts, flat.new_zeros(added)])
         work = axis.nest.begin_sum(flat, op)
     else:
-        work = None if axis.group is None else dist.all_reduce(flat, op=op, group=axis.group, async_op=is_async)
+        work = None if axis.group is None else timed(dist.all_reduce, flat, op=op, group=axis.group, async_op=is_async)
     shapes, sizes = [x.shape for x in tensors], [x.numel() for x in tensors]
     landed = partial(_sums, work, flat, shapes, sizes)
     return _ended(landed, work, is_async)
@@ -270,7 +233,7 @@ def _begin_gather(axis: Axis, dims: Sequence[DimParts], tensors: Sequence[torch.
     else:
         gathered, work = out.view(axis.size, -1), None
         if axis.group is not None:
-            work = gather_into(out, flat, group=axis.group, async_op=is_async)
+            work = timed(gather_into, out, flat, group=axis.group, async_op=is_async)
     sizes, fronts = [x.numel() for x in padded], [(axis.size * x.shape[0], *x.shape[1:]) for x in padded]
     del padded
 
@@ -297,7 +260,7 @@ def _begin_scatter(axis: Axis, dims: Sequence[DimParts], tensors: Sequence[torch
     else:
         flat = torch.cat(parts, dim=1)
         if axis.group is not None:
-            work = scatter_into(out, flat.view(-1), group=axis.group, async_op=is_async)
+            work = timed(scatter_into, out, flat.view(-1), group=axis.group, async_op=is_async)
     del spread, parts
 
     def landed() -> tuple[torch.Tensor, ...]:
@@ -350,7 +313,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
         return _begin_sum(axis, (x,), False, op)()[0]
     out = x.clone(memory_format=torch.contiguous_format)
     if axis.group is not None:
-        dist.all_reduce(out, op=op, group=axis.group)
+        timed(dist.all_reduce, out, op=op, group=axis.group)
     return out
 
 
@@ -361,7 +324,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
         return _begin_scatter(axis, (of,), (whole,), False)()[0]
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is not None:
-        scatter_into(out, x, group=axis.group)
+        timed(scatter_into, out, x, group=axis.group)
     return of.own(out, axis.index).movedim(0, of.dim).contiguous()
 
 
@@ -373,7 +336,7 @@ def all_gather(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
     part = part.contiguous()
     out = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
     if axis.group is not None:
-        gather_into(out, part, group=axis.group)
+        timed(gather_into, out, part, group=axis.group)
     return of.joined(out).movedim(0, of.dim).contiguous()
 
 
@@ -384,7 +347,7 @@ def all_to_all(x: torch.Tensor, axis: Axis, src: DimParts, dst: DimParts) -> tor
     parts = torch.stack(x.chunk(axis.size, dst.dim)).contiguous()
     out = torch.empty_like(parts)
     if axis.group is not None:
-        dist.all_to_all_single(out, parts, group=axis.group)
+        timed(dist.all_to_all_single, out, parts, group=axis.group)
     whole = torch.cat(out.unbind(0), dim=src.dim)
     whole = src.joined(whole.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes else whole
     return dst.own(whole.movedim(dst.dim, 0), axis.index).movedim(0, dst.dim).contiguous() if dst.sizes else whole

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 from autopar.errors import AutoparError
 from autopar.ir.graph import Op
-from autopar.sbp.convert import Axis, all_gather
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import all_gather
+from autopar.sbp.in_flight import timed
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import BETWEEN, COMBINE, EXCHANGES, Strategy
@@ -127,7 +129,7 @@ class _Exchanged(torch.autograd.Function):
 def _all_to_all(rows: torch.Tensor, num_sent: list[int], num_received: list[int], axis: Axis) -> torch.Tensor:
     out = rows.new_empty((sum(num_received), *rows.shape[1:]))
     if axis.group is not None:
-        dist.all_to_all_single(out, rows, num_received, num_sent, group=axis.group)
+        timed(dist.all_to_all_single, out, rows, num_received, num_sent, group=axis.group)
     return out
 
 

@@ -5,14 +5,38 @@ placeholder, zero, and the sum arrives at the next node (`arrived`), which must 
 nodes that are ready in the reverse order of their making: a node that was made early in forward waits late in backward.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 Landing = Callable[[], tuple[torch.Tensor, ...]]  # waits for a collective and gives its results
+
+
+@dataclass
+class Waited:
+    """The seconds that this process spent in collectives, counted while somebody `is_asking`."""
+
+    seconds: float = 0.0
+    is_asking: bool = False
+
+
+WAITED = Waited()
+
+
+def timed(wait: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """`wait(*args, **kwargs)`, which waits for other ranks; its time is counted in `WAITED`."""
+    if not WAITED.is_asking:
+        return wait(*args, **kwargs)
+    start_s = time.perf_counter()
+    try:
+        return wait(*args, **kwargs)
+    finally:
+        WAITED.seconds += time.perf_counter() - start_s
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ def localize(
     """(args, kwargs) of `op` as one rank calls it on its parts under `strategy`; `Slot`s are kept.
 
     Sizes that the ranks have different ones of are `PartSize`s. A local op is told of such parts by `ROLE_part`: the
-    size of the dim that the axes of the role split, and the unit of its parts.
+    size of the dim that the axes of the role split, the unit of its parts, and whether they are in shares.
     """
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
@@ -38,7 +38,8 @@ def _parts_of_roles(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> 
         slot, dim = next((slot, placed.dim) for slot, placed in enumerate(signature.inputs) if placed.is_split)
         extent, layout = op.inputs[slot].shape[dim], strategy.input_layout(slot)
         if isinstance(part_size(extent, dim, layout, mesh_shape), PartSize):
-            yield f"{role}_part", (extent, max(placed.unit for placed in layout if placed.dim == dim))
+            splits = [placed for placed in layout if placed.dim == dim]
+            yield f"{role}_part", (extent, max(one.unit for one in splits), any(one.shares for one in splits))
 
 
 def _output_size(name: str) -> LocalArguments:

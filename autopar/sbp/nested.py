@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from autopar.sbp.in_flight import timed
 from autopar.sbp.redistribute import Collective
 
 # torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
@@ -160,7 +161,7 @@ class Chain:
         if self.is_done:
             return
         if self.work is not None:
-            self.work.wait()
+            timed(self.work.wait)
         self.num_ended += 1
         self.is_done = not self.stages
         self.work = self.stages.pop(0)() if self.stages else None

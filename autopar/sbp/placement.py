@@ -1,7 +1,10 @@
 """Placements and layouts: how one tensor lies on the mesh; docs/architecture.md, "SBP", has the algebra."""
 
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -14,17 +17,21 @@ class Placement:
     and E: only ops turn one into the other.
 
     `unit`: of a split whose parts are multiples of so many elements, S(dim/unit), as heads are; see `parts.part_sizes`.
+    `shares`: of a split of the batch in unequal parts, S(dim:24+8), the units that each rank gets of so many as they
+    are together, and of any other number in proportion (`shared_sizes`).
     """
 
     kind: str
     dim: int = -1
     unit: int = 1
+    shares: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         name = {"I": "B", "R": "B*"}.get(self.kind, self.kind)
         if not self.is_split:
             return name
-        return f"{name}({self.dim})" if self.unit == 1 else f"{name}({self.dim}/{self.unit})"
+        unit = "" if self.unit == 1 else f"/{self.unit}"
+        return f"{name}({self.dim}{unit}{f':{format_shares(self.shares)}' if self.shares else ''})"
 
     __repr__ = __str__
 
@@ -39,15 +46,45 @@ class Placement:
         return self.kind in "LE"
 
 
+def format_shares(shares: Iterable[int]) -> str:
+    """The text of shares; equal ones that follow one another are counted.
+
+    >>> format_shares((24, 8)), format_shares((3, 3, 2, 2, 2))
+    ('24+8', '2x3+3x2')
+    """
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(shares)]
+    return "+".join(str(size) if count == 1 else f"{count}x{size}" for size, count in runs)
+
+
+def parse_shares(text: str) -> tuple[int, ...]:
+    """The shares that `format_shares` writes as `text`; ValueError if there are none.
+
+    >>> parse_shares("2x3+5")
+    (3, 3, 5)
+    """
+    if not re.fullmatch(_SHARES, text):
+        raise ValueError(f"not shares: {text!r}; write the rows of each rank, e.g. '24+8' or '2x3+3x2'")
+    runs = (run.rpartition("x") for run in text.split("+"))
+    counted = [(int(count or 1), int(size)) for count, _, size in runs]
+    if sum(count for count, _ in counted) > MOST_SHARES:
+        raise ValueError(f"not shares: {text!r} are of more than {MOST_SHARES} ranks")
+    return tuple(size for count, size in counted for _ in range(count))
+
+
 P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is the field's letter
 
 Layout = tuple[Placement, ...]  # one placement per mesh axis, outermost axis first
 
 
-def S(dim: int, unit: int = 1) -> Placement:
-    """The placement split along `dim`, which is not negative, in multiples of `unit`."""
+def S(dim: int, unit: int = 1, shares: tuple[int, ...] = ()) -> Placement:
+    """The placement split along `dim`, which is not negative, in multiples of `unit`, and in `shares`."""
     assert dim >= 0, f"S needs a non-negative dim, found {dim}"
-    return Placement("S", dim, unit)
+    return Placement("S", dim, unit, shares)
+
+
+def shares(dim: int, unit: int = 1) -> Placement:
+    """The placement split along `dim` in the shares that the axis has, in generated code."""
+    return Placement("S", dim, unit, (1,))
 
 
 def L(dim: int = -1) -> Placement:
@@ -61,11 +98,15 @@ def E(dim: int) -> Placement:
 
 
 # A layout as numbers, which compare fast: for each axis the dim of a split (of L and E: more than any dim; in units: so
-# many times UNIT more), or a negative number for another kind.
+# many times UNIT more; in shares: SHARED times more for each that are known), or a negative number for another kind.
 Codes = tuple[int, ...]
 PENDING, WHOLE, USED, OWN = -1, -2, -3, -4
 OWN_DIM = 64  # the code of L(0), and half that of E(0); torch's tensors have at most as many dims
 UNIT = 256
+SHARED = 2**48
+MOST_SHARES = 2**16  # ranks of an axis
+_SHARES = r"(?:[1-9][0-9]{0,4}x)?[1-9][0-9]{0,8}(?:\+(?:[1-9][0-9]{0,4}x)?[1-9][0-9]{0,8})*"
+_NUMBERS: dict[tuple[int, ...], int] = {(): 0}  # of shares, in their codes
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED, "L": OWN}
 _OF_CODE = {PENDING: P, WHOLE: I, USED: R, OWN: L()}
 
@@ -78,7 +119,9 @@ def codes_of(layout: Layout) -> Codes:
     """
     return tuple(
         [
-            placement.dim if placement.kind == "S" and placement.unit == 1 else _other_code(placement)
+            placement.dim
+            if placement.kind == "S" and placement.unit == 1 and not placement.shares
+            else _other_code(placement)
             for placement in layout
         ]
     )
@@ -88,7 +131,8 @@ def _other_code(placement: Placement) -> int:
     if not placement.is_split:
         return _OF_KIND[placement.kind]
     if placement.kind == "S":
-        return placement.dim + UNIT * placement.unit
+        number = _NUMBERS.setdefault(placement.shares, len(_NUMBERS)) if placement.shares else 0
+        return placement.dim + UNIT * placement.unit + SHARED * number
     return placement.dim + (OWN_DIM if placement.kind == "L" else 2 * OWN_DIM)
 
 
@@ -101,8 +145,10 @@ def placement_of(code: int) -> Placement:
     """The placement whose code is `code`."""
     if code < 0:
         return _OF_CODE[code]
+    number, code = divmod(code, SHARED)
     unit, code = divmod(code, UNIT)
-    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM, unit or 1)
+    shares = tuple(_NUMBERS)[number] if number else ()
+    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM, unit or 1, shares)
 
 
 def is_convertible(src: Layout, dst: Layout) -> bool:
@@ -125,15 +171,21 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(r"S\([0-9]+/[1-9][0-9]*\)|[SLE]\([0-9]+\)|B\*|B|P|L", text)
+    parts = re.findall(rf"S\([0-9]+(?:/[1-9][0-9]*)?:{_SHARES}\)|{_WITHOUT_SHARES}", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
     plain = {"B": I, "B*": R, "P": P, "L": L()}
-    return tuple(plain[part] if part in plain else Placement(part[0], *_numbers(part[2:-1])) for part in parts)
+    return tuple(plain[part] if part in plain else _split_of(part) for part in parts)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split("/")]
+_WITHOUT_SHARES = r"S\([0-9]+/[1-9][0-9]*\)|[SLE]\([0-9]+\)|B\*|B|P|L"
+
+
+def _split_of(text: str) -> Placement:
+    numbers, _, shares = text[2:-1].partition(":")
+    sizes = parse_shares(shares) if shares else ()
+    dim, _, unit = numbers.partition("/")
+    return Placement(text[0], int(dim), int(unit or 1), sizes)
 
 
 def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
@@ -146,7 +198,11 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every split dim exists and its size is a multiple of its number of parts, in units."""
+    """Whether every split dim exists and its size is a multiple of its number of parts, in units, and none is in
+    shares.
+    """
+    if any(placement.shares for placement in layout):
+        return False
     units = {placement.dim: placement.unit for placement in layout if placement.is_split}
     return all(
         dim < len(shape) and shape[dim] % (num_parts(layout, mesh_shape, dim) * unit) == 0 and shape[dim] > 0
@@ -157,17 +213,21 @@ def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...])
 def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
     """Whether every split dim exists and has whole units; once its parts differ, all further axes split the same units.
 
-    Parts need not be equal, and ranks behind the last have none.
+    Parts need not be equal, and ranks behind the last have none. What is in shares is whole before.
     """
+    split = set[int]()
     local, unit_of = list(shape), dict[int, int]()  # of dims whose parts differ
     for placement, size in zip(layout, mesh_shape):
         if placement.is_split:
             dim, unit = placement.dim, placement.unit
             if dim >= len(shape) or not shape[dim] or local[dim] % unit or unit_of.get(dim, unit) != unit:
                 return False
-            if local[dim] % (size * unit):
+            if placement.shares and (dim in split or local[dim] < size * unit or len(placement.shares) != size):
+                return False
+            if placement.shares or local[dim] % (size * unit):
                 unit_of[dim] = unit
-            local[dim] = -(-local[dim] // (size * unit)) * unit
+            split.add(dim)
+            local[dim] = _largest_part(local[dim], placement, size)
     return True
 
 
@@ -175,17 +235,46 @@ def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int,
     """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units, with no axis larger than what it
     splits.
     """
-    is_plain = all(placement.kind in "SI" and placement.unit == 1 for placement in layout)
+    is_plain = all(placed.kind in "SI" and placed.unit == 1 and not placed.shares for placed in layout)
     if not is_plain or not can_split(shape, layout, mesh_shape):
         return False
     return all(shape[placed.dim] >= num_parts(layout, mesh_shape, placed.dim) for placed in layout if placed.is_split)
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the first rank's part of a tensor of global `shape`; no rank has a larger one."""
+    """The largest shape of a rank's part of a tensor of global `shape`: the first rank's, but for shares."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape):
         if placement.is_split:
-            unit = placement.unit
-            local[placement.dim] = -(-local[placement.dim] // (size * unit)) * unit
+            local[placement.dim] = _largest_part(local[placement.dim], placement, size)
     return tuple(local)
+
+
+def _largest_part(extent: int, placement: Placement, size: int) -> int:
+    unit = placement.unit
+    if placement.shares and size > 1:
+        return max(shared_sizes(extent, placement.shares, unit))
+    return -(-extent // (size * unit)) * unit
+
+
+@lru_cache(maxsize=2**10)
+def shared_sizes(extent: int, shares: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
+    """The sizes of all parts of a dim of size `extent` in `shares` of its units.
+
+    If they are as many as the shares together, these; otherwise in proportion, rounded so that each rank has one at
+    least, as `can_split` demands, the largest remainders up.
+
+    >>> shared_sizes(32, (24, 8)), shared_sizes(20, (3, 1, 1), 4), shared_sizes(7, (24, 8)), shared_sizes(3, (30, 1, 1))
+    ((24, 8), (12, 4, 4), (5, 2), (1, 1, 1))
+    """
+    units = extent // unit
+    if units == sum(shares):
+        return tuple(size * unit for size in shares)
+    spare, total = max(0, units - len(shares)), sum(shares)
+    exact = [max(0.0, units * share / total - 1) for share in shares]
+    scale = spare / sum(exact) if sum(exact) else 0.0
+    sizes = [int(one * scale) for one in exact]
+    largest_first = sorted(range(len(shares)), key=lambda index: (sizes[index] - exact[index] * scale, index))
+    for index in largest_first[: spare - sum(sizes)]:
+        sizes[index] += 1
+    return tuple((size + 1) * unit for size in sizes)

@@ -22,7 +22,8 @@ from autopar.codegen.emit import emit
 from autopar.codegen.program import Program
 from autopar.ir.op_facts import facts_of
 from autopar.runtime.load_program import axes_of, compile_source, namespace
-from autopar.sbp.convert import Axis, Extents
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import Extents
 from autopar.sbp.placement import Layout, Placement
 from autopar.torch_compat import pytree
 
@@ -115,7 +116,7 @@ class _Referee:
     """`self` of the generated function."""
 
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
-        self.mesh_axes = axes_of(mesh)
+        self.mesh_axes = axes_of(mesh, shares=program.mesh.shares)
         self.axes = (*self.mesh_axes, *(tuple(self.mesh_axes[axis] for axis in axes) for axes in program.joint_axes))
         self.program = program
         self.used: dict[str, torch.Tensor] = {}
@@ -203,7 +204,7 @@ def _own_shape(shape: Sequence[int], axes: Sequence[Axis], layout: Layout) -> li
     own = list(shape)
     for axis, placement in zip(axes, layout):
         if placement.is_split:
-            own[placement.dim] = axis.part(own[placement.dim], placement.unit)
+            own[placement.dim] = axis.part_in(placement, own[placement.dim])
     return own
 
 

@@ -13,8 +13,8 @@ from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.axis import Axis
 from autopar.sbp.candidates import annotate
-from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, S
 from autopar.sbp.signature import Signature, Strategy

@@ -5,7 +5,7 @@ import torch
 
 from autopar.costmodel.activations.count_storages import count_storages
 from autopar.peak_memory.device_kernels import namespace_on, without_data
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 
 B, H, L, E = 2, 4, 64, 16
 SCORES = B * H * L * L

@@ -23,8 +23,9 @@ from autopar.mesh import Mesh
 from autopar.runtime.accumulate import open_step
 from autopar.runtime.load_program import axes_of, compile_source, namespace
 from autopar.sbp.assignment import Assignment, InBucket, without_prefetch
+from autopar.sbp.axis import Axis
 from autopar.sbp.candidates import annotate
-from autopar.sbp.convert import Axis, dual
+from autopar.sbp.convert import dual
 from autopar.sbp.placement import I, Layout, P, R, S, can_split
 from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import Collective

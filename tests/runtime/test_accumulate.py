@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.runtime.accumulate import open_step
 from autopar.runtime.load_program import compile_source, namespace
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.placement import I
 from autopar.sbp.proof.cut_and_join import Coordinate, join
 from autopar.sbp.proof.cut_and_join import cut as parts_of

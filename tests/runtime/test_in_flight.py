@@ -24,8 +24,8 @@ from autopar.plans.plan import plan_of
 from autopar.runtime.saved_tensors import gather_bucket
 from autopar.sbp import in_flight
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.axis import Axis
 from autopar.sbp.candidates import annotate
-from autopar.sbp.convert import Axis
 from tests.workers import RankError, Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank

@@ -22,8 +22,9 @@ from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.plans.plan import Plan, plan_of
 from autopar.runtime.load_program import axes_of
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.axis import Axis
 from autopar.sbp.candidates import annotate
-from autopar.sbp.convert import Axis, all_gather, all_reduce, begin_together, reduce_scatter
+from autopar.sbp.convert import all_gather, all_reduce, begin_together, reduce_scatter
 from autopar.sbp.placement import I, P, S
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.uneven.dim_parts import DimParts

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, Shares
 from tests.runtime.training import LEAST, issued, num_uneven, plan_called, planned, traced, train, under, worst
 from tests.workers import device_mesh
 from tests.zoo import Case
@@ -55,10 +55,12 @@ def odd_case(vocab: int = 51, heads: int = 5, batch: int = 7) -> Case:
     return Case(model, (ids, labels), {}, lambda loss: loss)
 
 
-def train_odd(shape: tuple[int, ...], kinds: tuple[str, ...], sizes: dict[str, int]) -> list[dict[str, Any]]:
+def train_odd(
+    shape: tuple[int, ...], kinds: tuple[str, ...], sizes: dict[str, int], shares: Shares = ()
+) -> list[dict[str, Any]]:
     """On every rank: train under plans of each kind, and report how far that is from one device."""
     truth, reports = train(odd_case(**sizes), 2), []
-    graph, mesh = traced(odd_case(**sizes)), Mesh(shape, ("dp", "tp")[: len(shape)])
+    graph, mesh = traced(odd_case(**sizes)), Mesh(shape, ("dp", "tp")[: len(shape)], shares)
     for kind in kinds:
         plan = plan_called(kind, graph, mesh)
         case = under(plan, odd_case(**sizes), device_mesh(shape, mesh.axis_names))

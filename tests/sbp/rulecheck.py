@@ -1,8 +1,10 @@
 """The referee of the rule table for rules of all kinds: local ops, which communicate, are run by threads."""
 
+from functools import partial
 from typing import Any
 
 from autopar.ir.graph import Op
+from autopar.mesh import Shares
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.proof import check_signature as referee
 from autopar.sbp.proof.check_signature import Tensors, make_op
@@ -17,7 +19,12 @@ def check_signature(op: Op, signature: Signature, num_ranks: int, inputs: Tensor
 
 def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tensors) -> bool:
     """As in the package."""
-    return referee.check_strategy(op, strategy, mesh_shape, inputs, on_threads)
+    return referee.check_strategy(op, strategy, mesh_shape, inputs, partial(on_threads, shares=_shares(strategy)))
+
+
+def _shares(strategy: Strategy) -> Shares:
+    each = enumerate((*signature.inputs, *signature.outputs) for signature in strategy.signatures)
+    return tuple({axis: one.shares for axis, placed in each for one in placed if one.shares}.items())
 
 
 def check_rule(op: Op, inputs: Tensors, num_ranks: tuple[int, ...] = (2, 3)) -> set[Signature]:

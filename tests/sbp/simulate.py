@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded  # ranks as threads, for tests only
 
-from autopar.sbp.convert import Axis, joint_axis
+from autopar.mesh import Shares
+from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.proof.cut_and_join import Coordinate
 
 # What was sent from a thread of a group to another, which has collectives only: by members, sender and receiver.
@@ -35,6 +36,7 @@ def on_threads(
     function: Callable[[Coordinate, tuple[Axis, ...]], Any],
     mesh_shape: tuple[int, ...],
     joint: Sequence[tuple[int, ...]] = (),
+    shares: Shares = (),
 ) -> dict[Coordinate, Any]:
     """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups; `axes`
     are those of the mesh, then each of the `joint` sets of several as one."""
@@ -44,7 +46,7 @@ def on_threads(
     def body(rank: int) -> None:
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=len(places), store=store)
-            results[places[rank]] = function(places[rank], _axes(places, places[rank], mesh_shape, joint))
+            results[places[rank]] = function(places[rank], _axes(places, places[rank], mesh_shape, joint, dict(shares)))
         except BaseException as error:
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
@@ -72,10 +74,15 @@ def on_threads(
 
 
 def _axes(
-    places: list[Coordinate], mine: Coordinate, mesh_shape: tuple[int, ...], joint: Sequence[tuple[int, ...]]
+    places: list[Coordinate],
+    mine: Coordinate,
+    mesh_shape: tuple[int, ...],
+    joint: Sequence[tuple[int, ...]],
+    shares: Mapping[int, tuple[int, ...]],
 ) -> tuple[Axis, ...]:
     single = tuple(
-        Axis(f"a{axis}", size, mine[axis], _group(places, mine, (axis,))) for axis, size in enumerate(mesh_shape)
+        Axis(f"a{axis}", size, mine[axis], _group(places, mine, (axis,)), shares=shares.get(axis, ()))
+        for axis, size in enumerate(mesh_shape)
     )
     return single + tuple(joint_axis([single[axis] for axis in axes], _group(places, mine, axes)) for axes in joint)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autopar.sbp.convert import Axis, convert, convert_together, dual
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import convert, convert_together, dual
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute

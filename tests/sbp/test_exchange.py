@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.exchange import from_experts, route_by, to_experts
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.proof.cut_and_join import Coordinate

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.sbp.axis import Axis
 from autopar.sbp.candidates import Extra, strategies_of
-from autopar.sbp.convert import Axis, convert, convert_together, dual
+from autopar.sbp.convert import convert, convert_together, dual
 from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
 from autopar.sbp.proof.cut_and_join import Coordinate, cut, join
 from autopar.sbp.redistribute import collectives_of, redistribute

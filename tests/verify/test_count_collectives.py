@@ -8,7 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.sbp.convert import Axis, convert
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import convert
 from autopar.sbp.placement import I, R, S
 from autopar.sbp.redistribute import Collective
 from autopar.verify.count_collectives import count_collectives

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.ir.function_ops import class_of
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.ir.op_facts import ATTENTION, family
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import local_shape

@@ -371,11 +371,11 @@ def _place_tokens(
 def _place_batch(
     graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]
 ) -> dict[str, Placement]:
-    """S(0) for every argument whose first dim is the batch, if its part under `prefixes` divides."""
+    """S(0), or its shares, for every argument whose first dim is the batch, if its part under `prefixes` divides."""
     with_batch = {item.value.name for item in batch_arguments(graph)}
     placed = {}
     for item in graph.of_kind("argument"):
-        name, split = item.value.name, (*prefixes[item.value.name], Placement("S", 0))
-        fits = name in with_batch and any(layout[: len(split)] == split for layout in candidates.layouts[name])
-        placed[name] = split[-1] if fits else I
+        name, prefix = item.value.name, prefixes[item.value.name]
+        after = (layout[len(prefix)] for layout in candidates.layouts[name] if layout[: len(prefix)] == prefix)
+        placed[name] = next((one for one in after if one.dim == 0), I) if name in with_batch else I
     return placed

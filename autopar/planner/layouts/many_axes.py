@@ -37,7 +37,7 @@ def coarse_to_fine(mesh: Mesh, request: PlanRequest, budget: Budget) -> tuple[Me
     The plan of each is improved on the next (`refined`). A mesh of few axes is searched alone.
     """
     steps = [MeshSearch(mesh, request, budget)]
-    while sum(size > 1 for size in steps[0].mesh.shape) > MOST_AXES:
+    while not mesh.shares and sum(size > 1 for size in steps[0].mesh.shape) > MOST_AXES:
         unpinned = replace(request, pins={}, stored={}, excluded={}, outputs={})  # layouts are for this mesh
         steps.insert(0, MeshSearch(_merged(steps[0].mesh), unpinned, steps[0].budget.part(0.5)))
     return tuple(steps)

@@ -33,7 +33,8 @@ from autopar.runtime.process_groups import first_group, with_axis_of_one
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.run_program import on_device
 from autopar.runtime.seeded_rng import draw_seed
-from autopar.sbp.convert import Axis, move
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import move
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 from autopar.sbp.placement import I, Layout, local_shape
 

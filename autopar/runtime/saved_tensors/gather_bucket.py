@@ -8,7 +8,8 @@ the arrival's node on, while the ops between both are differentiated, and have t
 import torch
 
 from autopar.runtime.rank_agreement import peers_alive
-from autopar.sbp.convert import Axis, Extents, begin_together, convert_together, dual
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import Extents, begin_together, convert_together, dual
 from autopar.sbp.in_flight import Landing, is_in_turn
 from autopar.sbp.placement import Placement
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op
-from autopar.sbp.convert import Axis
-from autopar.sbp.placement import local_shape
+from autopar.sbp.axis import Axis
+from autopar.sbp.placement import S, local_shape
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Strategy
-from autopar.sbp.uneven.parts import part_sizes
 
 
 def role_axes(strategy: Strategy, role: str, mesh_shape: tuple[int, ...]) -> list[int]:
@@ -48,24 +47,30 @@ def rank_index(axes: Sequence[Axis]) -> int:
     return index
 
 
-Part = tuple[int, int]  # the size of a dim whose parts differ, and their unit
+Part = tuple[int, int, bool]  # the size of a dim whose parts differ, their unit, and whether they are in shares
 
 
 def share_of(axes: Sequence[Axis], part: Part) -> float:
     """This rank's share of a dim that `axes` split."""
-    extent, unit = part
-    own = extent
+    sizes = sizes_of(axes, part)
+    return sizes[rank_index(axes)] / part[0]
+
+
+def sizes_of(axes: Sequence[Axis], part: Part) -> tuple[int, ...]:
+    """The sizes of all parts of a dim that `axes` split, in row-major order."""
+    extent, unit, is_shared = part
+    sizes: tuple[int, ...] = (extent,)
     for axis in axes:
-        own = axis.part(own, unit)
-    return own / extent
+        split = S(0, unit, axis.shares if is_shared else ())
+        sizes = tuple(part for size in sizes for part in axis.parts(size, split))
+    return sizes
 
 
 def first_of(axes: Sequence[Axis], part: Part | None, size: int) -> int:
     """The position of the first element of this rank's part, which has `size`, of a dim that `axes` split."""
     if part is None:
         return rank_index(axes) * size
-    sizes = part_sizes(part[0], tuple(axis.size for axis in axes), part[1])
-    return sum(sizes[: rank_index(axes)])
+    return sum(sizes_of(axes, part)[: rank_index(axes)])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.convert import Axis, all_reduce
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import all_reduce
 from autopar.sbp.local_ops._arguments import (
     Part,
     first_of,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ir.graph import Op, resolve
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.exchange import exchange_collectives, from_experts, route_by, to_experts
 from autopar.sbp.local_ops._arguments import num_ranks, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import resolve
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import no_collectives, num_ranks
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.torch_compat import OpOverload

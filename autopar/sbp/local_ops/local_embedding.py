@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ir.graph import resolve
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import Part, first_of, no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.torch_compat import OpOverload

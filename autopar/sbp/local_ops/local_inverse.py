@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import no_collectives
 from autopar.sbp.local_ops.local_op import LocalOp
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from autopar.ir.graph import resolve
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import Part, no_collectives, num_ranks, share_of
 from autopar.sbp.local_ops.local_op import LocalOp
 

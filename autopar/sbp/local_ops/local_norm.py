@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import (
+    Part,
     has_backward,
     local_input_shape,
     no_collectives,
     num_ranks,
     role_axes,
+    sizes_of,
     sum_dtype,
 )
 from autopar.sbp.local_ops._reductions import moments, sum_over
@@ -80,13 +82,15 @@ def batch_norm_functional(
     eps: float,
     *,
     batch: Sequence[Axis],
+    batch_part: Part | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten._native_batch_norm_legit_functional in training with the batch split over `batch`.
 
     Returns output, mean, 1 / std and new running statistics.
     """
-    out, mean, variance = _batch_norm(input, weight, bias, eps, batch)
-    count = input.numel() // input.shape[1] * num_ranks(batch)
+    out, mean, variance = _batch_norm(input, weight, bias, eps, batch, batch_part)
+    num_rows = batch_part[0] if batch_part else input.shape[0] * num_ranks(batch)
+    count = math.prod(input.shape[2:]) * num_rows
     unbiased = variance * (count / (count - 1))
     updated = [
         (1 - momentum) * old + momentum * new.to(old.dtype)
@@ -108,17 +112,23 @@ def batch_norm(
     cudnn_enabled: bool,
     *,
     batch: Sequence[Axis],
+    batch_part: Part | None = None,
 ) -> torch.Tensor:
     """aten.batch_norm without running statistics, with the batch split over `batch`."""
-    return _batch_norm(input, weight, bias, eps, batch)[0]
+    return _batch_norm(input, weight, bias, eps, batch, batch_part)[0]
 
 
 def _batch_norm(
-    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, batch: Sequence[Axis]
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    batch: Sequence[Axis],
+    part: Part | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, and the mean and biased variance of each channel, these without gradient."""
     x = input.to(sum_dtype(input.dtype)).movedim(1, -1)
-    mean, variance = moments(x, range(x.ndim - 1), batch)
+    mean, variance = moments(x, range(x.ndim - 1), batch, sizes_of(batch, part) if part else ())
     out = _scale((x - mean) * torch.rsqrt(variance + eps), weight, bias)
     return out.movedim(-1, 1).to(input.dtype), mean.detach().flatten(), variance.detach().flatten()
 
@@ -166,6 +176,8 @@ LOCAL_OPS = {
     "aten.layer_norm.default": LocalOp(layer_norm, _layer_norm_collectives),
     "aten.rms_norm.default": LocalOp(rms_norm, _rms_norm_collectives),
     "aten.group_norm.default": LocalOp(group_norm, no_collectives),
-    "aten._native_batch_norm_legit_functional.default": LocalOp(batch_norm_functional, _batch_norm_collectives),
-    "aten.batch_norm.default": LocalOp(batch_norm, _batch_norm_collectives),
+    "aten._native_batch_norm_legit_functional.default": LocalOp(
+        batch_norm_functional, _batch_norm_collectives, frozenset(("batch",))
+    ),
+    "aten.batch_norm.default": LocalOp(batch_norm, _batch_norm_collectives, frozenset(("batch",))),
 }

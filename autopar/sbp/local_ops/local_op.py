@@ -16,7 +16,7 @@ class LocalOp:
     `run(*args, **kwargs, **roles)` takes the op's arguments with local tensors, and for every role that a mesh axis
     takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists exactly
     the collectives that `run` and its backward issue; axes of size 1 issue none. `uneven_roles`: those of which parts
-    may differ in size; `run` then takes `role_part=(size of the dim, unit)` too.
+    may differ in size; `run` then takes `role_part=(size of the dim, unit, whether in shares)` too.
     """
 
     run: Callable[..., Any]

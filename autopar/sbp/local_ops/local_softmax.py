@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import has_backward, local_input_shape, role_axes, sum_dtype
 from autopar.sbp.local_ops._reductions import max_over, sum_over
 from autopar.sbp.local_ops.local_op import LocalOp

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Op, Slot, Value, resolve
-from autopar.sbp.convert import Axis, dual
+from autopar.sbp.axis import Axis
+from autopar.sbp.convert import dual
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import can_split, is_even
 from autopar.sbp.proof.cut_and_join import Coordinate, assert_near, cut, join, on_ranks
 from autopar.sbp.signature import Signature, Strategy
-from autopar.sbp.uneven.parts import PartSize, part_sizes
+from autopar.sbp.uneven.parts import PartSize
 
 Tensors = tuple[torch.Tensor, ...]
 # Calls a function of a rank's place and axes for every rank of a mesh, all at once.
@@ -118,8 +119,9 @@ def sizes_of(args: Any, at: Coordinate, mesh_shape: tuple[int, ...]) -> Any:
     if not isinstance(args, PartSize):
         return args
     size = args.extent
-    for axis, unit in args.splits:
-        size = part_sizes(size, (mesh_shape[axis],), unit)[at[axis]]
+    for axis, placement in args.splits:
+        own = Axis("", mesh_shape[axis], at[axis], None, shares=placement.shares)
+        size = own.part_in(placement, size)
     return size
 
 

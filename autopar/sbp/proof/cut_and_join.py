@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.sbp.placement import Layout, Placement
+from autopar.sbp.placement import Layout, Placement, shared_sizes
 
 Coordinate = tuple[int, ...]
 Parts = Mapping[Coordinate, torch.Tensor]
@@ -27,6 +27,8 @@ def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Co
 
 def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
     if placement.kind == "S":
+        if placement.shares:
+            return list(x.split(shared_sizes(x.shape[placement.dim], placement.shares, placement.unit), placement.dim))
         units, unit = x.shape[placement.dim] // placement.unit, placement.unit
         assert units * unit == x.shape[placement.dim], f"{tuple(x.shape)} has no whole units of {placement}"
         starts = [min(units, -(-units // size) * index) * unit for index in range(size + 1)]

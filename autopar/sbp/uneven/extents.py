@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.placement import Layout
 
 
@@ -14,5 +14,5 @@ def extents_of_parts(shape: Sequence[int], axes: Sequence[Axis], layout: Layout)
     for axis, placement in zip(axes, layout):
         extents.append(local[placement.dim] if placement.is_split else None)
         if placement.is_split:
-            local[placement.dim] = axis.part(local[placement.dim], placement.unit)
+            local[placement.dim] = axis.part_in(placement, local[placement.dim])
     return extents

@@ -7,7 +7,7 @@ own sizes in place of global ones: the text has expressions, the same on all ran
 
 from functools import lru_cache
 
-from autopar.sbp.placement import Layout
+from autopar.sbp.placement import Layout, Placement, S, local_shape
 
 
 @lru_cache(maxsize=2**12)
@@ -27,18 +27,19 @@ def part_sizes(extent: int, axes: tuple[int, ...], unit: int = 1) -> tuple[int, 
 
 
 class PartSize(int):
-    """The size of this rank's part of a dim whose parts differ; as a number, that of the first rank, the largest.
+    """The size of this rank's part of a dim whose parts differ; as a number, that of the largest, which is the first
+    rank's but for shares.
 
-    `splits`: the mesh axes that split it, outermost first, each with its unit.
+    `splits`: the mesh axes that split it, outermost first, each with its placement, as one of dim 0.
     """
 
     extent: int
-    splits: tuple[tuple[int, int], ...]
+    splits: tuple[tuple[int, Placement], ...]
 
-    def __new__(cls, extent: int, splits: tuple[tuple[int, int], ...], mesh_shape: tuple[int, ...]) -> "PartSize":
+    def __new__(cls, extent: int, splits: tuple[tuple[int, Placement], ...], mesh_shape: tuple[int, ...]) -> "PartSize":
         largest = extent
-        for axis, unit in splits:
-            largest = part_sizes(largest, (mesh_shape[axis],), unit)[0]
+        for axis, placement in splits:
+            (largest,) = local_shape((largest,), (placement,), (mesh_shape[axis],))
         made = super().__new__(cls, largest)
         made.extent, made.splits = extent, splits
         return made
@@ -54,21 +55,22 @@ class PartSize(int):
     def text(self) -> str:
         """The number as source, with `self` a `GeneratedSelf`."""
         text = str(self.extent)
-        for axis, unit in self.splits:
-            text = f"self.axes[{axis}].part({text}{f', {unit}' if unit > 1 else ''})"
+        for axis, placement in self.splits:
+            unit = f", {placement.unit}" if placement.unit > 1 else ""
+            text = f"self.axes[{axis}].{'share' if placement.shares else 'part'}({text}{unit})"
         return text
 
 
 def part_size(extent: int, dim: int, layout: Layout, mesh_shape: tuple[int, ...]) -> int:
-    """The size of a rank's part of dim `dim`: a `PartSize` if the parts differ."""
+    """The size of a rank's part of dim `dim`: a `PartSize` if the parts differ, and always of shares."""
     own = tuple(
-        (axis, placement.unit)
+        (axis, S(0, placement.unit, placement.shares))
         for axis, (placement, size) in enumerate(zip(layout, mesh_shape))
         if placement.dim == dim and size > 1
     )
     found = PartSize(extent, own, mesh_shape)
-    for axis, unit in own:
-        if extent % (mesh_shape[axis] * unit):
+    for axis, placement in own:
+        if placement.shares or extent % (mesh_shape[axis] * placement.unit):
             return found
         extent //= mesh_shape[axis]
     return int(found)

@@ -8,13 +8,30 @@ of 1024, and 25 heads the 25 x 64 features of a layer in units of 64.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_facts import RESHAPES
+from autopar.mesh import Mesh
 from autopar.sbp.op_signatures import extents_of, signatures_of
 from autopar.sbp.rules.given import per_rules
 
 Uneven = tuple[tuple[int, tuple[int, ...]], ...]  # size of a dim -> units of its parts
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The batch in shares on mesh axis `axis`: its ranks' `sizes`, in rows, and the `extents` that are split so."""
+
+    axis: int
+    sizes: tuple[int, ...]
+    extents: Uneven
+
+    def has(self, extent: int) -> bool:
+        """Whether a dim of this size is split in shares only."""
+        return any(extent == one for one, _ in self.extents)
+
+
 LARGE_SHARE = 0.01  # of the model's elements, of a parameter whose dims are offered
 # Ops whose split dims may have different sizes, in parts that are in proportion: a part of the slowest of the dims that
 # a reshape joins is a run of whole rows of the others, and repeated entries follow their own.
@@ -36,6 +53,19 @@ def uneven_extents(graph: Graph, ops: Sequence[Op], mesh_shape: tuple[int, ...])
     offered = {extent: units for extent, units in offered.items() if any(extent > size for size in axes)}
     _carry(offered, pairs)
     return tuple((extent, tuple(sorted(units))) for extent, units in sorted(offered.items()))
+
+
+def shared_extents(graph: Graph, ops: Sequence[Op], mesh: Mesh) -> SharedRows | None:
+    """The shares on `mesh`, and all sizes that are split so; None if none are. `ops`: those that differ."""
+    if not mesh.shares:
+        return None
+    ((axis, sizes),) = mesh.shares
+    rows = next((item.value.shape[0] for item in graph.of_kind("argument") if item.value.shape), 0)
+    if mesh.shape[axis] == 1 or rows < mesh.shape[axis]:
+        return None
+    offered = {rows: {1}}
+    _carry(offered, _pairs(ops))
+    return SharedRows(axis, sizes, tuple((extent, tuple(sorted(units))) for extent, units in sorted(offered.items())))
 
 
 def _large_extents(graph: Graph) -> set[int]:

@@ -7,12 +7,12 @@ from autopar.ir.graph import Op
 from autopar.ir.op_facts import ATTENTION, PERMUTATIONS, RESHAPES, family
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
-from autopar.sbp.placement import Placement, S
+from autopar.sbp.placement import Placement, S, shared_sizes
 from autopar.sbp.rules import cast, pointwise, rule_of
 from autopar.sbp.rules.given import per_rules
 from autopar.sbp.rules.matmul import ROW_BYTES
 from autopar.sbp.signature import Signature
-from autopar.sbp.uneven.uneven_extents import PROPORTIONAL, Uneven, proportional
+from autopar.sbp.uneven.uneven_extents import PROPORTIONAL, SharedRows, Uneven, proportional
 
 Units = dict[SplitDim, int]
 # Ops that are right on a rank that has no part; torch refuses empty tensors, or forgets their shape, in some others.
@@ -48,12 +48,15 @@ WITHOUT_ELEMENTS = frozenset(
 
 
 @per_rules
-def uneven_signatures(op: Op, uneven: Uneven) -> tuple[Signature, ...]:
-    """The signatures of `op` in uneven parts, for each of the units that its split dims are offered in."""
-    return tuple(dict.fromkeys(found for signature in signatures_of(op) for found in _in_units(op, signature, uneven)))
+def uneven_signatures(op: Op, uneven: Uneven, shares: tuple[int, ...] = ()) -> tuple[Signature, ...]:
+    """The signatures of `op` in uneven parts, for each of the units that its split dims are offered in; in `shares`, if
+    there are any.
+    """
+    signatures = (found for one in signatures_of(op) for found in _in_units(op, one, uneven, shares))
+    return tuple(dict.fromkeys(signatures))
 
 
-def _in_units(op: Op, signature: Signature, uneven: Uneven) -> Iterator[Signature]:
+def _in_units(op: Op, signature: Signature, uneven: Uneven, shares: tuple[int, ...]) -> Iterator[Signature]:
     extents = extents_of(op, signature)
     sizes, offered = set(extents.values()), dict(uneven)
     if rule_of(op) is None:  # samples are of equal parts
@@ -66,19 +69,19 @@ def _in_units(op: Op, signature: Signature, uneven: Uneven) -> Iterator[Signatur
     counts = {size // unit for size, units in units_of.items() for unit in units}
     for count in sorted(counts):
         if all(size // count in offered[size] for size in sizes):
-            yield with_units(signature, {part: extent // count for part, extent in extents.items()})
+            yield with_units(signature, {part: extent // count for part, extent in extents.items()}, shares)
 
 
 def _roles(op: Op) -> frozenset[str]:
     return LOCAL_OPS[op.target].uneven_roles if op.target in LOCAL_OPS else frozenset()
 
 
-def with_units(signature: Signature, units: Units) -> Signature:
-    """`signature` with every split in the unit of its dim."""
+def with_units(signature: Signature, units: Units, shares: tuple[int, ...] = ()) -> Signature:
+    """`signature` with every split in the unit of its dim, and in `shares`."""
 
     def placed(side: str, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         return tuple(
-            S(one.dim, units[f"{side}{index}", one.dim]) if one.is_split else one
+            S(one.dim, units[f"{side}{index}", one.dim], shares) if one.is_split else one
             for index, one in enumerate(placements)
         )
 
@@ -86,25 +89,35 @@ def with_units(signature: Signature, units: Units) -> Signature:
 
 
 def has_units(signature: Signature) -> bool:
-    """Whether some split is in units."""
-    return any(placement.unit > 1 for placement in (*signature.inputs, *signature.outputs))
+    """Whether some split is in units, or in shares."""
+    return any(placement.unit > 1 or placement.shares for placement in (*signature.inputs, *signature.outputs))
 
 
-def are_valid_parts(op: Op, combination: Sequence[Signature], mesh_shape: tuple[int, ...], uneven: Uneven) -> bool:
+def are_valid_parts(
+    op: Op,
+    combination: Sequence[Signature],
+    mesh_shape: tuple[int, ...],
+    uneven: Uneven,
+    shared: SharedRows | None = None,
+) -> bool:
     """Whether all that the signatures split, axis by axis, divides evenly, or unevenly in whole units, as many in every
     dim of an op, so that parts belong together. Some ranks may have no part of ops that take it.
 
-    A split is written in units only where units are not divided.
+    A split is written in units only where units are not divided. What is in shares may be split again, on axes further
+    inside.
     """
     allowed, parts_of = set(uneven_signatures(op, uneven)), dict[SplitDim, _PartRange]()
+    if shared is not None:
+        allowed |= {*uneven_signatures(op, shared.extents, shared.sizes), *uneven_signatures(op, shared.extents)}
     for signature, size in zip(combination, mesh_shape):
         if size == 1:
             continue
+        shares = shared.sizes if shared is not None and _is_in_shares(signature) else ()
         counts = set[tuple[int, int]]()
         for part, extent in extents_of(op, signature).items():
             before = parts_of.get(part, _PartRange(extent, extent))
             unit = _unit(signature, part)
-            found = before.cut(size, unit)
+            found = before.cut(size, unit) if not shares else before.shared(unit, shares, is_whole=part not in parts_of)
             if found is None or (not found.least and (signature.role or not _takes_none(op))):
                 return False
             if found.unit:
@@ -118,6 +131,10 @@ def are_valid_parts(op: Op, combination: Sequence[Signature], mesh_shape: tuple[
         if is_uneven and (len(counts) > 1 or signature not in allowed or not _is_alone(signature, combination)):
             return False
     return True
+
+
+def _is_in_shares(signature: Signature) -> bool:
+    return any(placement.shares for placement in (*signature.inputs, *signature.outputs))
 
 
 def _takes_none(op: Op) -> bool:
@@ -163,3 +180,10 @@ class _PartRange:
             return None  # even parts have no unit
         least = min(count - (size - 1) * -(-count // size) for count in counts)
         return _PartRange(-(-counts[0] // size) * unit, max(least, 0) * unit, unit)
+
+    def shared(self, unit: int, shares: tuple[int, ...], *, is_whole: bool) -> "_PartRange | None":
+        """The parts of a dim in `shares` of its units; None if there are none, or it is not whole before."""
+        if not is_whole or self.most % unit or self.most // unit < len(shares):
+            return None
+        sizes = shared_sizes(self.most, shares, unit)
+        return _PartRange(max(sizes), min(sizes), unit)

@@ -22,7 +22,7 @@ from autopar.runtime.saved_tensors.regather import regathered
 from autopar.sbp import convert
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.assignment import conversions, only_gathers
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.placement import R, S
 from tests.runtime.training import finish, forward_backward, issued, planned, plans_for, under
 from tests.workers import Ranks, device_mesh

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
+from autopar.sbp.in_flight import timed
 from autopar.sbp.redistribute import Collective
 
 Tensor = torch.Tensor
@@ -26,7 +27,7 @@ def begin_shift(tensors: Sequence[Tensor], axis: Axis) -> Callable[[], list[Tens
 
     def landed() -> list[Tensor]:
         for work in works:
-            work.wait()
+            timed(work.wait)
         return _shaped(received, [x.shape for x in tensors])
 
     return landed
@@ -91,7 +92,7 @@ def rebalance(tensors: Sequence[Tensor], axis: Axis, *, to_balanced: bool) -> li
     size, received = flat.numel() // 2, torch.empty_like(flat)
     if axis.group is not None:
         splits = ([size * ends.count(rank) for rank in range(axis.size)] for ends in (sources, targets))
-        dist.all_to_all_single(received, flat, *splits, group=axis.group)
+        timed(dist.all_to_all_single, received, flat, *splits, group=axis.group)
     arrived = sorted(range(2), key=lambda half: (sources[half], want[half]))
     parts = {half: _shaped(part, [x[0].shape for x in halves]) for half, part in zip(arrived, received.split(size))}
     return [torch.cat(pair, -2) for pair in zip(parts[0], parts[1])]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from autopar.errors import AutoparError
 from autopar.ir.attention.balanced import is_balanced
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import local_input_shape, rank_index, role_axes
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.local_ops.sequence.around_ring import Followers, around, halves_of, rebalance, ring_collectives

@@ -9,7 +9,7 @@ import torch
 from autopar.errors import AutoparError
 from autopar.ir.attention.flex_op import FLEX, attend, of_key_blocks
 from autopar.ir.graph import Op
-from autopar.sbp.convert import Axis
+from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import has_backward, local_input_shape, rank_index, role_axes
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.local_ops.sequence.around_ring import Followers, around, ring_collectives
