@@ -58,7 +58,7 @@ def compile_with(path: str) -> str:
 def test_an_axis_name_of_a_file_is_never_run(ranks4: Ranks, tmp_path: Path, name: str) -> None:
     told = tmp_path / "ran"
     plan = autopar.plan(MLP(), (4, 1), cluster="free-links", args=(X,))
-    axes = {"shape": [4, 1], "axis_names": [name.format(str(told)), "c"]}
+    axes = {"shape": [4, 1], "axis_names": [name.format(str(told)), "c"], "shares": []}
     texts = ranks4.run(compile_with, write(tmp_path / "plan.json", forged(plan.dumps(), mesh=axes)))
     assert not told.exists()
     assert all("From the plan's file" in text if name.startswith("b;") else "mesh axis" in text for text in texts)
@@ -69,7 +69,7 @@ def test_verify_refuses_a_file_with_code(tmp_path: Path, capsys: pytest.CaptureF
         "import torch\ndef build():\n    return torch.nn.Linear(8, 8), (torch.zeros(8, 8),), {}\n"
     )
     plan = autopar.plan(nn.Linear(8, 8), (4, 1), cluster="free-links", args=(torch.zeros(8, 8),))
-    axes = {"shape": [4, 1], "axis_names": [EXPLOIT.format(str(tmp_path / "ran")), "c"]}
+    axes = {"shape": [4, 1], "axis_names": [EXPLOIT.format(str(tmp_path / "ran")), "c"], "shares": []}
     path = write(tmp_path / "plan.json", forged(plan.dumps(), mesh=axes))
     assert main(["verify", f"{tmp_path}/model.py:build", "--mesh", "4", "--plan", path]) == 2
     assert "separates axes" in capsys.readouterr().err and not (tmp_path / "ran").exists()

@@ -169,11 +169,6 @@ def x_(*shape: int) -> torch.Tensor:
         ("mse_loss.default", (f64(7, 10), f64(7, 10)), 2),
         ("mean.dim", (f64(7, 10), [0]), 2),
         ("conv2d.default", (f64(5, 4, 6, 6), f64(4, 4, 3, 3)), 1),
-        (
-            "_native_batch_norm_legit_functional.default",
-            (f64(7, 4, 3), f64(4), f64(4), f64(4), f64(4), True, 0.1, 1e-5),
-            1,
-        ),
         ("batch_norm.default", (*NORM, None, None, True, 0.1, 1e-5, False), 1),
         ("scaled_dot_product_attention.default", (f64(5, 6, 6, 4), f64(5, 6, 6, 4), f64(5, 6, 6, 4)), 2),
     ],
