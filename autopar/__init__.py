@@ -12,6 +12,7 @@ _HOMES = {
     "calibrate_from": "autopar.verify.ledger",
     "compile": "autopar.api",
     "StatefulSampler": "autopar.shares.stateful_sampler",
+    "export": "autopar.plain_torch.export_plan",
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",
     "register_rule": "autopar.sbp.rules.given",

@@ -14,6 +14,7 @@ from autopar.answers.plan_condition import FIGURES, parse_condition, why_failed
 from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
+from autopar.cli.export_command import add_export, export_file
 from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.hand_option import plan_by_hand, written_json, written_text
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
@@ -114,6 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     add_diff(
         commands.add_parser("diff", help="compare two plans: layouts, collectives, time and memory by term and op")
     )
+    exports = commands.add_parser("export", help="write a plan as a Python file that needs torch alone")
+    _add_planning(exports, default_cluster="")
+    add_export(exports)
+    exports.set_defaults(run=_export)
     add_calibrate(
         commands.add_parser(
             "calibrate",
@@ -267,6 +272,19 @@ def _refused(options: argparse.Namespace, plan: Plan | StagedPlan) -> int:
     if reason:
         print(f"failed: {reason}", file=sys.stderr)
     return int(bool(reason))
+
+
+def _export(options: argparse.Namespace) -> int:
+    if not options.cluster and not options.plan:
+        raise AutoparError("export: expected --cluster to make a plan for, or --plan with the file of one")
+    with status() as tell:
+        tell("load")
+        example = load_target(options.target)
+        plan = _plan(options, example, tell)
+        tell("export")
+        text = export_file(options, plan, example)
+    print(text)
+    return 0
 
 
 def _fit(options: argparse.Namespace) -> int:

@@ -90,9 +90,12 @@ def function_plan(
 
 
 def weight_uses(graph: Graph) -> dict[str, WeightUse]:
-    """FQN -> use of each weight of a product or lookup by which plans are written."""
+    """FQN -> use of each weight of a product or lookup by which plans are written; of a tied one the FQN in the module
+    that calls.
+    """
     structure, uses = structure_of(graph), {}
     weights, tables = weights_of(graph, structure), {item.value.name: item.fqn for item in graph.of_kind("parameter")}
+    aliases = {item.fqn: item.aliases for item in graph.of_kind("parameter")}
     for op in graph.ops:
         num_dims = len(op.outputs[0].shape)
         if base_name(op) == "embedding" and op.inputs[0].name in tables:
@@ -104,7 +107,8 @@ def weight_uses(graph: Graph) -> dict[str, WeightUse]:
                 [s.inputs[slots[1]].dim for s in signatures_of(op) if is_kind(kind, op, s, slots)]
                 for kind in ("column", "row")
             )
-            uses[fqn] = WeightUse(next(iter(column), -1), next(iter(row), -1), num_dims)
+            own = next((name for name in aliases.get(fqn, ()) if name.rpartition(".")[0] == op.module), fqn)
+            uses[own] = WeightUse(next(iter(column), -1), next(iter(row), -1), num_dims)
     return uses
 
 
@@ -215,8 +219,10 @@ def _by_reader(graph: Graph, styles: Mapping[str, str]) -> dict[str, str]:
     """The styles by FQN of a product's weight, and of a lookup's module."""
     tables = {item.value.name: item.fqn for item in graph.of_kind("parameter")}
     lookups = {op.module: tables.get(op.inputs[0].name) for op in graph.ops if base_name(op) == "embedding"}
-    of_lookups = {module: styles[fqn] for module, fqn in lookups.items() if fqn in styles}
-    return {fqn: style for fqn, style in styles.items() if style != "embedding_rowwise"} | of_lookups
+    of_modules = {module: styles[fqn] for module, fqn in lookups.items() if fqn in styles}
+    aliases = {alias for item in graph.of_kind("parameter") for alias in item.aliases}
+    of_modules |= {fqn.rpartition(".")[0]: styles[fqn] for fqn in aliases & styles.keys()}
+    return {fqn: style for fqn, style in styles.items() if style != "embedding_rowwise"} | of_modules
 
 
 def _nearest(wanted: Layout, offered: tuple[Layout, ...], others: list[int], mesh: Mesh) -> Layout:

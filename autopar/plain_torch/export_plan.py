@@ -1,0 +1,165 @@
+"""`export`: a plan as a Python file that needs torch alone, read back and priced as hand-written functions are."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.answers.compare_plans import ChangedRow, compare
+from autopar.errors import PlanError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.plain_torch.run_layout import ExampleRun, fitted, namespace_of
+from autopar.plain_torch.torch_layout import TorchLayout, near
+from autopar.plain_torch.write_torch import write_torch
+from autopar.planner.handwritten.function_plan import WrittenPlan, function_plan
+from autopar.planner.request import PlanRequest
+from autopar.plans.plan import Plan
+from autopar.plans.serialise import write
+from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.analysis.sequence_dim import batch_arguments
+from autopar.units import format_bytes, format_seconds
+
+AnyPlan = Plan | StagedPlan
+# Steps that differ by more are said to differ.
+ALIKE = 0.03
+_MOST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file's text, the plan that it is, priced as `plan` is, and `remarks` on what is other than in the plan."""
+
+    text: str
+    plan: AnyPlan
+    priced: AnyPlan
+    remarks: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The predicted steps of both, and whether they differ."""
+        before, after = self.plan.step_s, self.priced.step_s
+        share = after / before - 1
+        return (
+            f"Predicted step: of the plan {format_seconds(before)}, of this file {format_seconds(after)} ({share:+.1%})"
+            + ("." if abs(share) <= ALIKE else ", for what differs below.")
+        )
+
+
+def export(
+    plan: AnyPlan,
+    model: nn.Module,
+    path: str | os.PathLike,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write the file at `path`, with `parallelize(model, mesh)` in calls of torch alone.
+
+    `args`, `kwargs`: the batch for which `plan` was made. What torch cannot express is the nearest that it can, as
+    comments in the file say, with prices. PlanError, without a file, if no plan of torch's calls is near.
+    """
+    exported = export_torch(plan, model, args, kwargs or {})
+    write(path, exported.text)
+    return exported
+
+
+def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+    """The content of the file that `export` writes."""
+    if isinstance(plan, StagedPlan):
+        raise PlanError(
+            f"a plan in stages or microbatches ({plan.schedule}) cannot be exported yet; plan with --microbatches 1"
+        )
+    plans = (plan,)
+    bare = skeleton(model)
+    trial = ExampleRun(bare, tuple(args), kwargs, [each.graph for each in plans])
+    reasons: list[str] = []
+    found: list[tuple[TorchLayout, AnyPlan, tuple[str, ...]]] = []
+    for layout in near(plans, bare):
+        try:
+            _check_rows(layout, plans[0])
+            layout, reason = fitted(layout, trial)
+            priced, remarks = read_back(write_torch(layout, bare), plan, bare)
+        except PlanError as error:
+            where = ", ".join(layout.names(layout.tensor_axes)) or "no axis"
+            reasons.append(f"Tensors split on {where} were tried: {error}")
+            continue
+        found.append((layout, priced, (*(f"{reason}." for _ in range(bool(reason))), *remarks)))
+    if not found:
+        raise PlanError(
+            f"no calls of torch's libraries are near this plan, whose step is {format_seconds(plan.step_s)}: "
+            + "; ".join(reasons)
+        )
+    layout, priced, remarks = min(found, key=lambda one: _distance(plan, one[1]))
+    remarks = (*remarks, *_too_large(priced), *reasons)
+    made = Exported("", plan, priced, remarks)
+    return replace(made, text=write_torch(layout, bare, _notes(made)))
+
+
+def read_back(text: str, plan: AnyPlan, model: nn.Module) -> tuple[AnyPlan, tuple[str, ...]]:
+    """(the plan of the file's function, priced for the cluster of `plan`, sentences on what is not priced as it is)."""
+    function = namespace_of(text)["parallelize"]
+
+    def read(one: Plan) -> WrittenPlan:
+        request = PlanRequest(training=one.training, memory_limit_bytes=plan.memory_limit_bytes)
+        return function_plan(function, "parallelize.py", model, one.graph, one.mesh, one.cluster, request)
+
+    if isinstance(plan, Plan):
+        written = read(plan)
+        return written.plan, written.remarks
+    stages = [read(stage) for stage in plan.stages]
+    whole = replace(plan, stages=tuple(stage.plan for stage in stages), lower_bound_s=0.0, hand={}, peak_bytes=())
+    return whole, tuple(dict.fromkeys(remark for stage in stages for remark in stage.remarks))
+
+
+def _distance(plan: AnyPlan, other: AnyPlan) -> tuple[bool, int, float]:
+    """The order of layouts: those within the memory limit first, then those with the most decisions of `plan`."""
+    return max(other.memory_bytes) > plan.memory_limit_bytes, -compare(plan, other).num_same, other.step_s
+
+
+def _check_rows(layout: TorchLayout, plan: Plan) -> None:
+    """PlanError if the ranks that split the batch do not divide it: torch gives each its own rows."""
+    ranks = 1
+    for axis in layout.data_axes:
+        ranks *= layout.mesh.shape[axis]
+    for item in batch_arguments(plan.graph):
+        if item.value.shape[0] % ranks:
+            raise PlanError(f"{ranks} ranks do not divide the {item.value.shape[0]} rows of {item.fqn}")
+
+
+def _too_large(priced: AnyPlan) -> list[str]:
+    need = max(priced.memory_bytes)
+    if need <= priced.memory_limit_bytes:
+        return []
+    limit = format_bytes(priced.memory_limit_bytes)
+    return [f"By its estimate this file takes {format_bytes(need)} of a device's memory, over the limit of {limit}."]
+
+
+def _notes(exported: Exported) -> list[str]:
+    plan = exported.plan
+    rows = compare(plan, exported.priced).rows if plan.step_s else ()
+    notes = [
+        f"Plain PyTorch for mesh {plan.mesh}, written by autopar, which it does not need.",
+        f"Cluster {plan.cluster.name}, optimizer {plan.training.described}. {exported.summary}",
+    ]
+    notes += list(exported.remarks)
+    if rows:
+        notes.append(
+            "What differs from the plan, largest first (layouts by mesh axis: S(d) split, B whole, P pending sum):"
+        )
+        notes += [_row(row) for row in rows[:_MOST_ROWS]]
+        rest = rows[_MOST_ROWS:]
+        if rest:
+            notes.append(f"- {len(rest)} more: {_signed(sum(row.change_s for row in rest))} together")
+    return notes
+
+
+def _row(row: ChangedRow) -> str:
+    copies = f" x {len(row.copies)}" if len(row.copies) > 1 else ""
+    return (
+        f"- {row.name}{copies}: {row.before or 'none'} in the plan, {row.after or 'none'} here, {_signed(row.change_s)}"
+    )
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))} a step"

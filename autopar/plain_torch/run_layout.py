@@ -1,0 +1,168 @@
+"""`fitted`: a layout of which the model's own code runs on a rank's part of the heads, tried without ranks."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import PlanError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.op_facts import ATTENTION, family
+from autopar.plain_torch.torch_layout import COLUMNS, GATHERED, TABLE, TorchLayout
+from autopar.plain_torch.write_torch import write_torch
+from autopar.planner.handwritten.fake_ranks import fake_ranks
+from autopar.torch_compat import FakeTensorMode, pytree
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExampleRun:
+    """A model with an example batch, to try layouts on; `graphs`: of its stages, or of the whole."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    graphs: Sequence[Graph]
+
+
+def namespace_of(text: str) -> dict[str, Any]:
+    """The names that a file of this text defines."""
+    names: dict[str, Any] = {"__name__": "exported"}
+    exec(compile(text, "parallelize.py", "exec"), names)
+    return names
+
+
+def fitted(layout: TorchLayout, example: ExampleRun) -> tuple[TorchLayout, str]:
+    """(the layout with the attributes that count what is split, "") if attention has a rank's heads then, else the
+    layout without that attention, and why: the model's own code would compute something else.
+    """
+    if not layout.tensor_axes:
+        return layout, ""
+    reason = ""
+    for divided in _divisions(layout, example):
+        tried = replace(layout, divided=divided)
+        reason = _differs(tried, example)
+        if not reason:
+            return tried, ""
+    left = {name: style for name, style in layout.styles.items() if style in (GATHERED, TABLE)}
+    owners = set(_attention_modules(example))
+    styles = left | {n: s for n, s in layout.styles.items() if not any(_is_under(n, owner) for owner in owners)}
+    without = replace(layout, styles=styles)
+    if not styles or len(styles) == len(layout.styles) or _differs(without, example):
+        raise PlanError(f"the model's own code does not run on parts of tensors: {reason}")
+    return without, f"attention stays whole on {', '.join(layout.names(layout.tensor_axes))}: {reason}"
+
+
+def _attention_modules(example: ExampleRun) -> Iterator[str]:
+    """The modules that compute attention."""
+    for graph in example.graphs:
+        yield from (op.module for op in graph.ops if _is_attention(op.target))
+
+
+def _is_under(name: str, owner: str) -> bool:
+    """Whether a module is inside of the one that computes attention; of a whole model only its direct members are."""
+    return name.startswith(f"{owner}.") if owner else "." not in name
+
+
+def _is_attention(target: str) -> bool:
+    return family(target) == ATTENTION or target.split(".")[1] in ("softmax", "_softmax")
+
+
+def _divisions(layout: TorchLayout, example: ExampleRun) -> Iterator[dict[str, tuple[str, ...]]]:
+    """The attributes to divide: none; the numbers of heads; those and the numbers of features of all heads."""
+    yield {}
+    heads, features = {}, {}
+    for op in (op for graph in example.graphs for op in graph.ops if _is_attention(op.target)):
+        shapes = [value.shape for value in op.inputs if len(value.shape) > 3]
+        owner = op.module
+        if not any(_is_under(name, owner) and style == COLUMNS for name, style in layout.styles.items()):
+            continue
+        num = {shape[-3] for shape in shapes if shape[-3] > 1}
+        total = {shape[-3] * shape[-1] for shape in shapes if shape[-3] > 1}
+        numbers = {n: x for n, x in vars(example.model.get_submodule(owner)).items() if type(x) is int}
+        fits = {n: x for n, x in numbers.items() if x % layout.num_tensor == 0}
+        heads[owner] = tuple(
+            n for n, x in fits.items() if x in num and "head" in n and "dim" not in n and "size" not in n
+        )
+        features[owner] = heads[owner] + tuple(n for n, x in fits.items() if x in total and n not in heads[owner])
+    for found in (heads, features):
+        if any(found.values()):
+            yield {name: attributes for name, attributes in found.items() if attributes}
+
+
+def _differs(layout: TorchLayout, example: ExampleRun) -> str:
+    """How a rank's attention differs in shape from its part of the whole; "" if in nothing."""
+    only = replace(layout, data_axes=(), shard_axes=(), recomputed=())
+    parallelize = namespace_of(write_torch(only, example.model))["parallelize"]
+    expected = _attention_shapes(example, None)
+    if isinstance(expected, str):
+        return expected
+    found = _attention_shapes(example, (parallelize, layout))
+    if isinstance(found, str):
+        return found
+    split = {name for name, style in layout.styles.items() if style == COLUMNS}
+    for (owner, whole), (_, part) in zip(expected, found):
+        wanted = whole
+        if any(_is_under(name, owner) for name in split) and len(whole) > 3:
+            wanted = (*whole[:-3], whole[-3] // layout.num_tensor, *whole[-2:])
+        if part != wanted:
+            return f"attention of {owner} has {list(part)} on a rank, expected {list(wanted)}"
+    if len(expected) != len(found):
+        return f"the model calls attention {len(found)} times on a rank, {len(expected)} times on one device"
+    return ""
+
+
+class AttentionShapes(TorchFunctionMode):
+    """Records the shapes of what attention and softmax read, as (the module that is running, shape)."""
+
+    def __init__(self, running: list[str]) -> None:
+        super().__init__()
+        self.running, self.shapes = running, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.scaled_dot_product_attention, F.softmax, torch.softmax, torch.Tensor.softmax):
+            query = args[0] if args else (kwargs or {}).get("query", (kwargs or {}).get("input"))
+            self.shapes.append((self.running[-1], tuple(query.shape)))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_shapes(example: ExampleRun, parallel: Any) -> list[tuple[str, Shape]] | str:
+    """The shapes in order, of one device or under (`parallelize`, layout); the error of a run that fails."""
+    model = skeleton(example.model)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs the errors of fake tensors, which are expected here
+    try:
+        if parallel is None:
+            return _run(model, example)
+        parallelize, layout = parallel
+        with fake_ranks(layout.mesh) as devices:
+            return _run(model, example, lambda made: parallelize(made, devices))
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the model's code raises on parts
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        logging.disable(disabled)
+
+
+def _run(model: nn.Module, example: ExampleRun, change: Any = lambda made: made) -> list[tuple[str, Shape]]:
+    running: list[str] = [""]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model = change(model)
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+        fake = pytree.tree_map_only(
+            torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), (tuple(example.args), dict(example.kwargs))
+        )
+        with AttentionShapes(running) as seen:
+            model(*fake[0], **fake[1])
+    return seen.shapes

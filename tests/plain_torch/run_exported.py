@@ -1,0 +1,94 @@
+"""A program for torchrun: exported files train as one device does, where nothing of autopar can be imported.
+
+`python -m torch.distributed.run --nproc-per-node 4 -m tests.plain_torch.run_exported CASES.json`; the json is a list of
+{"file", "model" (of tests.zoo), "shape"}; it prints a line with the losses of both for each case.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.modules["autopar"] = None  # type: ignore[assignment] # an import fails
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.zoo import Case, build
+
+STEPS = 5
+
+
+def losses(model: Any, loss_of: Callable[[], torch.Tensor]) -> list[float]:
+    """The losses of some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [float(x) for x in found]
+
+
+def one_device(name: str) -> list[float]:
+    case = build(name)
+    return losses(case.model, lambda: case.loss(case.model(*case.args, **case.kwargs)))
+
+
+def rows_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
+    """(this rank's place, number) of the ranks that have rows of their own."""
+    place, number = 0, 1
+    for axis in axes:
+        place = place * mesh[axis].size() + mesh.get_local_rank(axis)
+        number *= mesh[axis].size()
+    return place, number
+
+
+def exported(name: str, module: Any, mesh: DeviceMesh) -> list[float]:
+    case: Case = build(name)
+    place, number = rows_of(mesh, module.BATCH_AXES)
+
+    def own(x: Any) -> Any:
+        return x.chunk(number)[place] if isinstance(x, torch.Tensor) else x
+
+    args, kwargs = tuple(map(own, case.args)), {key: own(x) for key, x in case.kwargs.items()}
+    model = module.parallelize(case.model, mesh)
+    labels = case.loss.__closure__[0].cell_contents if case.loss.__closure__ else None
+    loss_of = case.loss if labels is None else (lambda output: torch.nn.functional.cross_entropy(output, own(labels)))
+    found = losses(model, lambda: loss_of(model(*args, **kwargs)))
+    mean = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()
+
+
+def loaded(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        module = loaded(case["file"])
+        mesh = init_device_mesh("cpu", tuple(case["shape"]), mesh_dim_names=module.AXES)
+        found = {"case": case["name"], "expected": one_device(case["model"])}
+        try:
+            found["found"] = exported(case["model"], module, mesh)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"[:1500]
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

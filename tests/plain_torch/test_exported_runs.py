@@ -1,0 +1,80 @@
+"""Exported files on real ranks that cannot import autopar, beside one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.mesh import Mesh, parse_mesh
+from autopar.plain_torch.export_plan import export
+from autopar.planner.handwritten.named_plan import named_plan
+from autopar.planner.request import ANYTHING
+from tests.planner.cases import CPU, traced
+from tests.zoo import build
+
+ROOT = Path(__file__).parents[2]
+# model, mesh, hand plan that is exported
+FEW = (("gpt2", "tp=4", "megatron"), ("llama", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3"))
+MANY = tuple(
+    (name, mesh, plan)
+    for name in ("gpt2", "llama", "bert", "vit", "vgg13")
+    for mesh, plan in (
+        ("dp=4", "ddp"),
+        ("dp=4", "zero3"),
+        ("tp=4", "megatron"),
+        ("dp=2,tp=2", "megatron:dp=2,tp=2"),
+        ("dp=2,tp=2", "megatron:dp=2,tp=2,zero3"),
+        ("a=2,b=2", "zero2"),
+    )
+)
+
+
+def exported(name: str, mesh: Mesh, plan: str, path: Path) -> dict[str, Any]:
+    case = build(name)
+    found = named_plan(plan, case.model, traced(name), mesh, CPU, ANYTHING)
+    made = export(found, case.model, path, case.args, case.kwargs)
+    case_name = f"{name} {mesh} {plan}"
+    return {"name": case_name, "file": str(path), "model": name, "shape": mesh.shape, "summary": made.summary}
+
+
+def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The losses of each case, of one run of four ranks."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    command += ["tests.plain_torch.run_exported", str(folder / "cases.json")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=560
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def check(cases: tuple[tuple[str, str, str], ...], folder: Path) -> None:
+    made = [
+        exported(name, parse_mesh(mesh), plan, folder / f"case_{number}.py")
+        for number, (name, mesh, plan) in enumerate(cases)
+    ]
+    found = run(made, folder)
+    assert len(found) == len(cases)
+    wrong = [
+        one
+        for one in found
+        if "error" in one
+        or max(abs(a - b) / abs(b) for a, b in zip(one["found"], one["expected"], strict=True)) > 2e-6
+        or one["expected"][0] == one["expected"][-1]
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.multirank
+def test_files_train_as_one_device_without_autopar(tmp_path):
+    check(FEW, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_of_all_models_train_as_one_device_without_autopar(tmp_path):
+    check(MANY, tmp_path)
