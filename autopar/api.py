@@ -187,7 +187,9 @@ def _on_logical_ranks(
 ) -> Any:
     """A module with `train_step` that is not sharded. `is_free`: nothing was asked of the plan."""
     if not is_free or batch != "global":
-        raise AutoparError("logical_ranks= cannot be combined with plan=, planning options (pins=, ...) or batch='local'")
+        raise AutoparError(
+            "logical_ranks= cannot be combined with plan=, planning options (pins=, ...) or batch='local'"
+        )
     devices = mesh if isinstance(mesh, DeviceMesh) else _mesh(mesh)
     flat = Mesh((devices.num_devices,), ("dp",)) if isinstance(devices, Devices) else devices
     return logical_module(model, _device_mesh(flat), num_logical, loss_fn)
