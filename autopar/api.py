@@ -21,6 +21,7 @@ from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_given_model
 from autopar.ir.graph import Graph
 from autopar.ir.trace_with_loss import LossFunction, traced
+from autopar.logical.logical_module import logical_module
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Progress
@@ -121,6 +122,7 @@ def compile(
     batch: str | Sequence[str] = "global",
     outputs: Literal["whole", "sharded"] = "whole",
     check: bool | Literal["strict"] = True,
+    logical_ranks: int | None = None,
 ) -> ShardedModule:
     """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
 
@@ -151,6 +153,8 @@ def compile(
     `check`: compare between the ranks, in calls 1, 2, 4, 8, ..., the rows that they are given and the random state of
         models that use it, and tensors that are loaded; "strict" refuses weights that differ, too; False turns all this
         off, also the first rank's values. docs/checks.md says what it costs.
+    `logical_ranks`: train as on so many ranks of data parallelism, with the same bits on that number of ranks or fewer:
+        nothing is planned, parameters are whole, and `train_step` is given the whole batch (docs/howto/elastic.md).
     All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
         without stages.
     """
@@ -161,6 +165,8 @@ def compile(
         pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
     )
     _check_options(plan, request, cluster, outputs, check)
+    if logical_ranks is not None:
+        return _on_logical_ranks(model, mesh, logical_ranks, loss_fn, plan is None and request == ANYTHING, batch)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None:
             _check_open(mesh, args is not None or kwargs is not None, batch)
@@ -179,6 +185,19 @@ def compile(
             raise
     module._autopar.is_in_use = True
     return module
+
+
+def _on_logical_ranks(
+    model: nn.Module, mesh: AnyMesh, num_logical: int, loss_fn: LossFunction | None, is_free: bool, batch: Any
+) -> Any:
+    """A module with `train_step` that is not sharded. `is_free`: nothing was asked of the plan."""
+    if not is_free or batch != "global":
+        raise AutoparError(
+            "logical_ranks= cannot be combined with plan=, planning options (pins=, ...) or batch='local'"
+        )
+    devices = mesh if isinstance(mesh, DeviceMesh) else _mesh(mesh)
+    flat = Mesh((devices.num_devices,), ("dp",)) if isinstance(devices, Devices) else devices
+    return logical_module(model, _device_mesh(flat), num_logical, loss_fn)
 
 
 def _check_open(mesh: AnyMesh, has_example: bool, batch: str | Sequence[str]) -> None:

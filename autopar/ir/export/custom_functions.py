@@ -4,6 +4,7 @@ torch.export would record what its forward does, and lose its backward. What is 
 function of the tensors it is called with; whatever speaks against it raises TraceError.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +32,12 @@ _INTERNAL = ("autopar.", "torch._")
 @contextmanager
 def functions_kept() -> Iterator[None]:
     """Calls of custom functions inside are ops of `ir.function_ops`; of reentrant checkpoints, what they checkpoint."""
-    is_inside = False
+    is_inside, tracing = False, threading.get_ident()
 
     def apply(original: FunctionApply, cls: type[torch.autograd.Function], *args: Any) -> Any:
         nonlocal is_inside
-        if is_inside or cls.__module__.startswith(_INTERNAL):
-            return original(*args)
+        if is_inside or cls.__module__.startswith(_INTERNAL) or threading.get_ident() != tracing:
+            return original(*args)  # of another thread, such as one that writes a checkpoint
         if cls is CheckpointFunction:
             return _without_checkpoint(*args)
         is_inside = True
