@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from autopar.calibrate.default_cluster import default_cluster
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster, preset_of
@@ -31,7 +29,7 @@ from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.dtensor_state import is_taken_over
+from autopar.runtime.checks.given_call import check_not_parallel, checked_call, named_type
 from autopar.runtime.local_batch import LocalBatch, local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
@@ -89,7 +87,7 @@ def plan(
     `loss_fn`: called with the model's output and the target, which is then the last of `args`.
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
-    args, kwargs = _checked_call(model, args, kwargs)
+    args, kwargs = checked_call(model, args, kwargs)
     check_given_model(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
@@ -158,8 +156,8 @@ def compile(
     All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
         without stages.
     """
-    example = _checked_call(model, args, kwargs)
-    _check_not_parallel(model)
+    example = checked_call(model, args, kwargs)
+    check_not_parallel(model)
     check_given_model(model)
     request = request_of(
         pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
@@ -225,7 +223,7 @@ def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, 
             " num_microbatches=, schedule=, reduce_dtype=, unknown_ops=, shares=): give either the plan or the options"
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
-        raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+        raise AutoparError(f"plan= expects a Plan or the path of its file, found {named_type(plan)}")
     if outputs not in ("whole", "sharded"):
         raise AutoparError(f'outputs= expects "whole" or "sharded", found {outputs!r}')
     if check not in (True, False, "strict"):
@@ -337,35 +335,6 @@ def _splits(mesh: Mesh | Devices, size: int) -> bool:
     if isinstance(mesh, Devices):
         return mesh.num_devices == 1 or any(mesh.num_devices % count == 0 for count in range(2, size + 1))
     return mesh.num_devices == 1 or any(size >= count for count in mesh.shape if count > 1)
-
-
-def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-    if not isinstance(model, nn.Module):
-        raise AutoparError(f"model expects a torch.nn.Module, found {_named_type(model)}")
-    if not isinstance(args, tuple | list | type(None)):
-        raise AutoparError(
-            f"args= expects a tuple of the model's positional arguments, found {_named_type(args)}; write args=(x,)"
-        )
-    if not isinstance(kwargs, Mapping | type(None)):
-        raise AutoparError(f"kwargs= expects a mapping of the model's keyword arguments, found {_named_type(kwargs)}")
-    return tuple(args or ()), dict(kwargs or {})
-
-
-def _named_type(x: Any) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
-
-
-def _check_not_parallel(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it: model.module")
-    is_compiled = any(isinstance(module, ShardedModule) for module in model.modules())
-    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor) and (is_compiled or not is_taken_over(tensor)):
-            raise AutoparError(
-                f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard,"
-                " parallelize_module); expected the model as written for one device (compile shards in place: keep a"
-                " copy.deepcopy to compile it twice)"
-            )
 
 
 def _mesh(mesh: AnyMesh) -> Mesh | Devices:

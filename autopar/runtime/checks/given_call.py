@@ -1,0 +1,44 @@
+"""Checks of the model and the example arguments that a user gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.errors import AutoparError
+from autopar.runtime.dtensor_state import is_taken_over
+from autopar.runtime.sharded_module import ShardedModule
+
+
+def checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+    """The example arguments as a tuple and a dict; AutoparError for what is no module, no tuple or no mapping."""
+    if not isinstance(model, nn.Module):
+        raise AutoparError(f"model expects a torch.nn.Module, found {named_type(model)}")
+    if not isinstance(args, tuple | list | type(None)):
+        raise AutoparError(
+            f"args= expects a tuple of the model's positional arguments, found {named_type(args)}; write args=(x,)"
+        )
+    if not isinstance(kwargs, Mapping | type(None)):
+        raise AutoparError(f"kwargs= expects a mapping of the model's keyword arguments, found {named_type(kwargs)}")
+    return tuple(args or ()), dict(kwargs or {})
+
+
+def named_type(x: Any) -> str:
+    """The name of the type of `x`, with its module."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def check_not_parallel(model: nn.Module) -> None:
+    """AutoparError if `model` is wrapped in DistributedDataParallel or has parameters that are DTensors already."""
+    if isinstance(model, DistributedDataParallel):
+        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it: model.module")
+    is_compiled = any(isinstance(module, ShardedModule) for module in model.modules())
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DTensor) and (is_compiled or not is_taken_over(tensor)):
+            raise AutoparError(
+                f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard,"
+                " parallelize_module); expected the model as written for one device (compile shards in place: keep a"
+                " copy.deepcopy to compile it twice)"
+            )
