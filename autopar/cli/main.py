@@ -14,7 +14,7 @@ from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
 from autopar.cli.fit_command import FitTask, add_fit, fit
-from autopar.cli.hand_option import plan_by_hand, written_json, written_text
+from autopar.cli.hand_option import plan_by_hand, staged_by_hand, written_json, written_text
 from autopar.cli.question_options import add_questions, are_asked, parse_pin, tell_answers
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
@@ -27,7 +27,7 @@ from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
-from autopar.mesh import PIPELINE, Mesh, parse_devices, stages_first
+from autopar.mesh import Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import load_target
 from autopar.peak_memory.predict import rank_peaks
@@ -37,6 +37,7 @@ from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import is_in_stages
 from autopar.planner.status import status
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan
@@ -311,9 +312,11 @@ def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan 
         return staged_plan.loads(read(options.plan), graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
-        _check_whole(options)
+        request = _request(options)
+        if is_in_stages(options.hand, options.mesh, request):
+            return staged_by_hand(options.hand, graph, options.mesh, cluster, request)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return plan_by_hand(options.hand, example.model, graph, mesh, cluster, _request(options))
+        return plan_by_hand(options.hand, example.model, graph, mesh, cluster, request)
     return choose_plan(
         graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=_watching(options)
     )
@@ -341,16 +344,3 @@ def _request(options: argparse.Namespace) -> PlanRequest:
 
 def _training(options: argparse.Namespace) -> Training:
     return Training(options.optimizer, reduce_dtype=options.reduce_dtype)
-
-
-def _check_whole(options: argparse.Namespace) -> None:
-    if (
-        options.microbatches
-        or options.schedule
-        or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names)
-    ):
-        raise AutoparError(
-            f"--hand {options.hand} is a plan without stages and microbatches and cannot be combined with a pipeline"
-            " axis in --mesh, --microbatches or --schedule; leave out --hand: a plan in stages is shown beside the best"
-            " hand plans"
-        )
