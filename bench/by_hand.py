@@ -1,29 +1,20 @@
 """The best of all plans that a person might write, priced like the plan found and asked to fit as that is."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
-from autopar.costmodel.pricing.priced_buckets import priced_buckets
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
-from autopar.ir.split_stages import StageGraph
-from autopar.mesh import PIPELINE, Devices, Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
-from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
-from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.sweep import Staged
-from autopar.plans.plan import plan_of
-from autopar.plans.staged_plan import StagedPlan
-from autopar.sbp.candidates import even_layouts
-from autopar.sbp.placement import Layout, S
+from autopar.planner.stages_by_hand import plan_by_hand
 from bench.every_stage import Written, every_plan
 
 # Tensors are split within so many nodes.
@@ -121,53 +112,3 @@ def _name(written: Written) -> str:
     """With the number of blocks that are recomputed."""
     num = sum(written.point.partition.num_recomputed)
     return written.name if num == 0 else f"{written.name} ({num} blocks)"
-
-
-def plan_by_hand(
-    model: Model, point: Staged, cluster: Cluster, training: Training, *, are_sends_split: bool = False
-) -> StagedPlan:
-    """The point as a plan, whose stages have its layouts; nothing is searched.
-
-    `are_sends_split`: each tensor rank sends its part of a boundary tensor that is whole on the tensor axes, and the
-    receivers gather it.
-    """
-    cut, schedule = cut_as(model, point), point.schedule
-    crossing = crossing_layouts(cut)
-    if are_sends_split:
-        values = {value.name: value for value in chain.from_iterable(stage.graph.outputs for stage in cut.stages[:-1])}
-        crossing = {name: _split(values[name], layout, point) for name, layout in crossing.items()}
-    stages = []
-    for number, stage in enumerate(cut.stages):
-        counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
-        again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
-        by_hand = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
-        own = training.staged(schedule.num_microbatches, schedule.num_ranks, **counts)
-        places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, cluster, own, cluster.memory_bytes)
-        assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, cluster)
-        stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
-    mesh = _whole_mesh(point)
-    own = training.staged(schedule.num_microbatches, schedule.num_ranks)
-    return StagedPlan(
-        mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand"
-    )
-
-
-def _split(value: Value, layout: Layout, point: Staged) -> Layout:
-    """The layout with whole tensor axes split along the last dim that divides, where there is one."""
-    for axis in point.plan.tensor_axes:
-        if not layout[axis].is_split:
-            others = ((*layout[:axis], S(dim), *layout[axis + 1 :]) for dim in reversed(range(len(value.shape))))
-            layout = next((one for one in others if one in even_layouts(value.shape, point.mesh.shape)), layout)
-    return layout
-
-
-def _regions(cut: Cut, stage: StageGraph) -> tuple[Sequence[str], ...]:
-    there = {op.name for op in stage.graph.ops}
-    return tuple(region for region in cut.regions if region[0] in there)
-
-
-def _whole_mesh(point: Staged) -> Mesh:
-    if point.schedule.num_ranks == 1:
-        return point.mesh
-    shape, names = (point.mesh.shape, point.mesh.axis_names) if point.mesh.num_devices > 1 else ((), ())
-    return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))

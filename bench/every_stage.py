@@ -5,17 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
-import numpy as np
-
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
 from autopar.planner.pipeline.hand_points import Model, profiled
-from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, time_of, waiting
+from autopar.planner.pipeline.partition import Blocks
+from autopar.planner.pipeline.stage_times import time_of
 from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.planner.stages_by_hand import cut_blocks
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule, can_run
 
@@ -116,56 +115,3 @@ def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:
     for name, chunks in SCHEDULES:
         if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
             yield Schedule(name, chunks * num_ranks, num_ranks, num)
-
-
-def cut_blocks(blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float) -> Partition | None:
-    """The stages, None if they do not fit. Those of a rank share its memory evenly, unless all that nothing limits fits
-    together.
-    """
-    share = limit_bytes * schedule.num_ranks / schedule.num_stages
-    if cut == "balanced":
-        plain = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
-        free = partition(plain, in_flight(schedule), math.inf, waiting=waiting(schedule))
-        if free is not None and again != "all" and max(rank_bytes(free, schedule)) <= limit_bytes:
-            return free
-        if again != "all":
-            return partition(
-                blocks if again == "fewest" else plain, in_flight(schedule), share, waiting=waiting(schedule)
-            )
-        starts = free.starts if free is not None else None
-    else:
-        starts = _even(blocks, schedule.num_stages)
-    return None if starts is None else _fixed(blocks, schedule, starts, again, share, limit_bytes)
-
-
-def _even(blocks: Blocks, num_stages: int) -> tuple[int, ...] | None:
-    """As many layers on each stage, what comes before the first and after the last with them."""
-    layers = np.flatnonzero(blocks.is_recomputable)
-    if len(layers) % num_stages:
-        return None
-    return (0, *layers[len(layers) // num_stages :: len(layers) // num_stages].tolist())
-
-
-def _fixed(
-    blocks: Blocks, schedule: Schedule, starts: Sequence[int], again: str, share: float, limit_bytes: float
-) -> Partition | None:
-    """Stages of which each recomputes none, all or as few as it must of its layers, which cost alike."""
-    numbers, sizes, once = [], [], []
-    for kept, waits, a, b in zip(in_flight(schedule), waiting(schedule), starts, (*starts[1:], len(blocks.forward_s))):
-        own = blocks.is_recomputable[a:b]
-        there = [one for one in blocks.shared if any(a <= reader < b for reader in one[0])]
-        whole = blocks.state_bytes[a:b].sum() + sum(one[1] for one in there) + kept * blocks.saved_bytes[a:b].sum()
-        whole += waits * blocks.waiting_bytes[a:b].sum()
-        freed = (kept - waits) * (blocks.saved_bytes - blocks.entering_bytes)[a:b][own].sum() / max(1, own.sum())
-        inside = 0.0 if waits else blocks.saved_bytes[blocks.is_recomputable].max(initial=0.0)
-        num = {"none": 0, "all": int(own.sum())}.get(again)
-        if num is None:
-            num = next(
-                (n for n in range(int(own.sum()) + 1) if whole - n * freed + (inside if n else 0.0) <= share),
-                int(own.sum()),
-            )
-        numbers.append(num)
-        sizes.append(float(whole - num * freed + (inside if num else 0.0)))
-        once.append(float(blocks.once_s[a:b].sum() + sum(one[2] for one in there)))
-    found = Partition(tuple(starts), tuple(numbers), (), tuple(once), tuple(sizes))
-    return found if max(rank_bytes(found, schedule)) <= limit_bytes else None

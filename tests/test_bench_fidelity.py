@@ -9,9 +9,11 @@ import pytest
 from autopar.costmodel.cluster.measured_terms import ProductShare
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import spans
+from bench.fidelity.h100_models import H100_MODELS
+from bench.fidelity.h100_rows import h100_rows, nvidia_rows, torchtitan_rows
 from bench.fidelity.peak_bytes import _more_buffers, peak_bytes
 from bench.fidelity.published_models import A800_MODELS, v100_gpt
-from bench.fidelity.published_rows import a800_rows, h100_rows, v100_rows
+from bench.fidelity.published_rows import a800_rows, v100_rows
 from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
 from bench.fidelity.sources import SOURCES
 from bench.fidelity.written_plans import HostUpdate, Library, WrittenPlan, on_cluster, staged, step_s
@@ -37,13 +39,13 @@ def test_the_fit_finds_the_numbers_that_made_the_times():
 
 
 def test_every_published_row_has_a_plan_and_none_is_named_twice():
-    for source, rows_of, num in zip(SOURCES, (v100_rows, a800_rows, h100_rows), (16, 166, 6)):
+    for source, rows_of, num in zip(SOURCES, (v100_rows, a800_rows, torchtitan_rows, nvidia_rows), (16, 166, 9, 5)):
         rows = list(rows_of())
         assert len(rows) == len({row.name for row in rows}) == num, source.title
-        assert 0 < sum(row.is_fitted for row in rows) < num
+        assert bool(source.start) <= sum(row.is_fitted for row in rows) < num
         for row in rows:
             written, cluster = row.written, row.cluster(source.start)
-            assert cluster.num_devices >= written.data * written.tensor * written.stages
+            assert cluster.num_devices >= written.data * written.tensor * written.stages * written.sequence
             assert row.measured_s > 0
 
 
@@ -245,3 +247,72 @@ def test_columns_name_the_batch_and_the_length_and_tensor_ranks_pad_the_vocabula
     assert words.shape == (50688, 1024)  # 99 times 128 x 4 words
     images = _a800_example("vit", global_batch="8", sequence="197").kwargs["pixel_values"]
     assert images.shape == (8, 3, 224, 224)
+
+
+# Of the models' cards, in billions: all parameters.
+H100_PARAMETERS = {
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "llama3-405b": 405.9,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.1,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "mixtral-8x7b": 46.7,
+    "deepseek-v3": 671.0,
+    "kimi-k2": 1026.4,
+    "moonlight-16b-a3b": 16.0,
+}
+
+
+def _h100_row(model, **columns):
+    row = {"source": "megatron", "model": model, "gpus": "64", "precision": "bf16", "global_batch": "128"}
+    row |= {"microbatch": "1", "sequence": "4096", "fsdp": "0", "tp": "1", "pp": "1", "cp": "1", "vp": "1", "ep": "1"}
+    return row | {"recompute": "none", "technique": "", "tokens_per_s_per_gpu": "1000", "memory_gib": ""} | columns
+
+
+@pytest.mark.parametrize("model", H100_PARAMETERS)
+def test_models_on_h100_have_the_published_numbers_of_parameters(model):
+    """From two depths, with as many layers before the first experts."""
+    first, few = H100_MODELS[model].layers, 4
+    (row,) = h100_rows([_h100_row(model)])
+    low, high = (sum(p.numel() for p in row.written.build(layers=n).model.parameters()) for n in (few, few + 1))
+    assert (low + (first - few) * (high - low)) / 1e9 == pytest.approx(H100_PARAMETERS[model], rel=0.01)
+
+
+def test_letters_of_a_published_plan_are_its_mesh_and_stages():
+    row = _h100_row("gpt-oss-120b", tp="2", pp="4", vp="2", ep="4", fsdp="8", global_batch="64")
+    (published,) = h100_rows([row])
+    written = published.written
+    assert (written.data, written.tensor, written.stages, written.chunks, written.experts) == (8, 2, 4, 2, 4)
+    assert written.num_microbatches == 8 and written.flavour == "zero3" and written.is_sequence_parallel
+    assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in published.name
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"model": "gpt-9"}, "expected one of .*, found 'gpt-9'"),
+        ({"fsdp": "4"}, "fsdp: expected 0 or the 64 data ranks, found 4"),
+        ({"global_batch": "96"}, "64 GPUs and a batch of 96 are not divided"),
+        ({"tp": "3"}, "are not divided by fsdp=0,tp=3"),
+    ],
+)
+def test_a_row_that_is_no_plan_is_refused_by_name(columns, told):
+    with pytest.raises(ValueError, match=told):
+        list(h100_rows([_h100_row(**{"model": "qwen3-30b-a3b", **columns})]))
+
+
+def test_sequences_and_experts_are_inner_axes_of_the_data_ranks(small):
+    plan = staged(WrittenPlan(small, data=2, sequence=4, flavour="zero3"))
+    assert plan.stages[0].mesh.shape == (2, 4) and plan.stages[0].mesh.axis_names == ("dp", "cp")
+    kinds = {p.collective.kind for p in plan.stages[0].costs.collectives}
+    assert {"all_gather", "reduce_scatter"} <= kinds
+    with pytest.raises(ValueError, match="ep: expected a divisor of the 2 data ranks, found 4"):
+        staged(WrittenPlan(small, data=2, experts=4))
+
+
+def test_collectives_of_tensors_are_hidden_only_where_all_are(small):
+    written, cluster = WrittenPlan(partial(v100_gpt, 8, 512, 4, 4), data=2, tensor=2), PRESETS["v100"]
+    plain, parameters, everything = (step_s(written, cluster, Library(x)) for x in ("nothing", "parameters", "all"))
+    assert everything < parameters < plain

@@ -11,7 +11,8 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.hand_points import grids, model_of
 from autopar.planner.pipeline.sweep import sweep
-from bench.by_hand import NEAR, is_dear, plan_by_hand
+from autopar.planner.stages_by_hand import plan_by_hand
+from bench.by_hand import NEAR, is_dear
 from bench.every_stage import every_plan
 from bench.problem import example_of, graph_of
 from bench.suite import Case

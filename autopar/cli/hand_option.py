@@ -13,12 +13,13 @@ from autopar.errors import AutoparError, PlanError
 from autopar.explain.common_text import table
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import printable
-from autopar.mesh import Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.models.target import load_function
 from autopar.planner.handwritten.deepspeed_json import read_deepspeed
 from autopar.planner.handwritten.function_plan import WrittenPlan, function_plan
 from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import hand_plan_in_stages
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 
@@ -54,6 +55,16 @@ def plan_by_hand(
     request = replace(request, training=training, given=replace(request.given, state_on_host=on_host))
     plan = named_plan(said.flavour, model, graph, mesh, cluster, request)
     return WrittenPlan(replace(plan, found_by=f"hand plan {text} ({said.flavour})"), (), said.remarks)
+
+
+def staged_by_hand(text: str, graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> StagedPlan:
+    """The hand plan `text` in stages or microbatches; PlanError for a file, which describes none."""
+    if is_file(text):
+        raise PlanError(
+            f"--hand {text} is a plan without stages and microbatches and cannot be combined with a pipeline axis in"
+            " --mesh, --microbatches or --schedule; write its letters, such as --hand pp=4,vp=2,fsdp,tp=8"
+        )
+    return hand_plan_in_stages(text, graph, mesh, cluster, request)
 
 
 def written_text(planned: WrittenPlan | Plan | StagedPlan) -> str:

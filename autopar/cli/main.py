@@ -16,7 +16,7 @@ from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
 from autopar.cli.export_command import add_export, export_file
 from autopar.cli.fit_command import FitTask, add_fit, fit
-from autopar.cli.hand_option import plan_by_hand, written_json, written_text
+from autopar.cli.hand_option import plan_by_hand, staged_by_hand, written_json, written_text
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
 from autopar.cli.page_option import write_plan_page
 from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
@@ -32,7 +32,7 @@ from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.mesh import PIPELINE, Mesh, parse_devices, stages_first
+from autopar.mesh import Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import load_target
 from autopar.page.write_page import can_write
@@ -43,6 +43,7 @@ from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import is_in_stages
 from autopar.planner.status import status
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan
@@ -356,9 +357,11 @@ def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan 
         return staged_plan.loads(read(options.plan), graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
-        _check_whole(options)
+        request = _request(options)
+        if is_in_stages(options.hand, options.mesh, request):
+            return staged_by_hand(options.hand, graph, options.mesh, cluster, request)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return plan_by_hand(options.hand, example.model, graph, mesh, cluster, _request(options))
+        return plan_by_hand(options.hand, example.model, graph, mesh, cluster, request)
     return _found(options, graph, tell)
 
 
@@ -390,16 +393,3 @@ def _request(options: argparse.Namespace) -> PlanRequest:
 
 def _training(options: argparse.Namespace) -> Training:
     return Training(options.optimizer, reduce_dtype=options.reduce_dtype)
-
-
-def _check_whole(options: argparse.Namespace) -> None:
-    if (
-        options.microbatches
-        or options.schedule
-        or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names)
-    ):
-        raise AutoparError(
-            f"--hand {options.hand} is a plan without stages and microbatches and cannot be combined with a pipeline"
-            " axis in --mesh, --microbatches or --schedule; leave out --hand: a plan in stages is shown beside the best"
-            " hand plans"
-        )

@@ -82,7 +82,7 @@ def _tokens(batch: int, sequence: int, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def _attention() -> str:
+def unmasked_attention() -> str:
     """The name of an attention registered with transformers that gets `is_causal` instead of a mask.
 
     A model called without padding runs so. While it is exported, however, transformers writes [batch, 1, sequence,
@@ -100,7 +100,7 @@ def _gpt2(*, layers: int, batch: int, sequence: int, dtype: torch.dtype = torch.
 
     positions = max(sequence, 1024)
     config = GPT2Config(
-        n_layer=layers, n_positions=positions, use_cache=False, attn_implementation=_attention(), **sizes
+        n_layer=layers, n_positions=positions, use_cache=False, attn_implementation=unmasked_attention(), **sizes
     )
     model = GPT2LMHeadModel(config).to(dtype).train()
     model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
@@ -120,7 +120,7 @@ def _llama3(*, layers: int, batch: int, sequence: int, **sizes: int) -> Example:
         bos_token_id=128000,
         eos_token_id=128001,
         use_cache=False,
-        attn_implementation=_attention(),
+        attn_implementation=unmasked_attention(),
         **sizes,
     )
     return Example(LlamaForCausalLM(config).to(torch.bfloat16).train(), (), _tokens(batch, sequence, use_cache=False))
@@ -152,7 +152,7 @@ def _t5_large(*, layers: int, batch: int, sequence: int) -> Example:
         num_heads=16,
         decoder_start_token_id=0,
         use_cache=False,
-        attn_implementation=_attention(),
+        attn_implementation=unmasked_attention(),
     )
     return Example(T5ForConditionalGeneration(config).train(), (), _tokens(batch, sequence, use_cache=False))
 

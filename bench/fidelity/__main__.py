@@ -27,7 +27,7 @@ def measure(source: Source) -> list[Row]:
     def predict(numbers: Any) -> list[float]:
         return [step_s(row.written, row.cluster(numbers), row.library) for row in known]
 
-    numbers = fitted(predict, [row.measured_s for row in known], source.start)
+    numbers = fitted(predict, [row.measured_s for row in known], source.start) if known else source.start
     made = []
     for row in source.rows:
         print(f"{source.title}: {row.name}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.models.catalogue import MODELS, Example
+from autopar.models.catalogue import Example
 from bench.fidelity.written_out import WrittenGPT, WrittenT5
 
 V100_SEQUENCE, V100_VOCABULARY = 2048, 51200
@@ -137,9 +137,3 @@ def a800_megatron(
 
 # Its `--hidden-dropout` and `--attention-dropout`.
 _MEGATRON_DROPOUT = 0.1
-
-
-def llama3(name: str, batch: int, sequence: int, *, layers: int) -> Example:
-    """Llama 3 ("llama3-8b") in bfloat16."""
-    with torch.device("meta"):
-        return MODELS[name](layers=layers, batch=batch, sequence=sequence)

@@ -10,21 +10,12 @@ from pathlib import Path
 import torch
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
-from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare
-from autopar.costmodel.cluster.presets import (
-    LINK_EFFICIENCY,
-    NETWORK_LATENCY_S,
-    NVLINK_LATENCY_S,
-    PCIE4,
-    PRESETS,
-    PRODUCT_EFFICIENCY,
-)
+from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare
+from autopar.costmodel.cluster.presets import LINK_EFFICIENCY, NETWORK_LATENCY_S, NVLINK_LATENCY_S, PCIE4, PRESETS
 from autopar.models.catalogue import Example
-from bench.fidelity.published_models import A800_MODELS, a800_megatron, a800_model, llama3, v100_gpt
+from bench.fidelity.published_models import A800_MODELS, a800_megatron, a800_model, v100_gpt
 from bench.fidelity.written_plans import HostUpdate, Library, WrittenPlan
 
-# Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
-FP8_CAST_BYTES = 2 + 2 + 1
 DATA = Path(__file__).parent / "data"
 # NCCL runs rings and trees over all ranks, no collective level by level (NCCL, src/graph/tuning.cc).
 NCCL = ("ring", "tree")
@@ -49,7 +40,8 @@ class Published:
     context_bytes: float = 0.0
 
 
-def _read(file: str) -> list[dict[str, str]]:
+def read(file: str) -> list[dict[str, str]]:
+    """The rows of a file in `data`."""
     with (DATA / file).open() as text:
         return list(csv.DictReader(text))
 
@@ -69,7 +61,7 @@ def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     """GPT by OneFlow. Its actors receive ahead of use; reductions run on a stream of their own but with tensor
     parallelism (`nccl_use_compute_stream` in its `init_config`).
     """
-    for row in rows if rows is not None else _read("gpt_plans_v100.csv"):
+    for row in rows if rows is not None else read("gpt_plans_v100.csv"):
         data, tensor, stages, batch, hidden, layers, heads = (int(row[key]) for key in list(row)[:7])
         written = WrittenPlan(
             _built(v100_gpt if stages > 1 else _V100_HALF_LOSS, batch, hidden, layers, heads),
@@ -163,7 +155,7 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     validate_gpt.py and validation_t5.py). Megatron pads the vocabulary, and its tensor ranks send a part each to the
     next stage (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, section 4.1; its default).
     """
-    for row in rows if rows is not None else _read("rubick_a800.csv"):
+    for row in rows if rows is not None else read("rubick_a800.csv"):
         kind, stages, tensor, data = row["kind"], int(row["pp"]), int(row["tp"]), int(row["dp"])
         nodes = tuple(map(int, row["devices_of_each_node"].split("+")))
         written = WrittenPlan(
@@ -245,56 +237,4 @@ def _a800(nodes: Sequence[int], numbers: Sequence[float], *, has_tf32: bool = Tr
         host_bandwidth_bytes_per_s=alone * LINK_EFFICIENCY,
         algorithms=NCCL,
         memory_shares=(MemoryShare(""), _UNFUSED_UPDATE),
-    )
-
-
-def h100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:
-    """Llama 3 8B by torchtitan; FSDP gathers and reduces beside computing.
-
-    Rows of mixtures of experts, of context parallelism and of 70B and 405B are left out.
-    """
-    for row in rows if rows is not None else _read("h100_published.csv"):
-        is_priced = row["model"] == "llama3.1-8b" and row["cp"] == "1"
-        if not is_priced:
-            continue
-        gpus, batch, sequence = int(row["gpus"]), int(row["global_batch"]), int(row["sequence"])
-        micro, is_compiled = int(row["microbatch"]), "compile" in row["technique"]
-        written = WrittenPlan(
-            _built(llama3, "llama3-8b", batch, sequence),
-            data=gpus,
-            num_microbatches=batch // gpus // micro,
-            flavour="zero3",
-            num_layers=32,
-            recomputed={"none": "none", "selective": "half", "full": "all"}[row["recompute"]],
-        )
-        yield Published(
-            f"{row['source']} {row['model']}, {gpus} GPUs, sequence {sequence}, {row['precision']}, {row['technique']}",
-            f"{row['source']} {row['precision']} {sequence}",
-            row["precision"],
-            batch * sequence / gpus / float(row["tokens_per_s_per_gpu"]),
-            written,
-            Library("parameters", cast_bytes=FP8_CAST_BYTES * (row["precision"] == "fp8")),
-            partial(_h100, is_compiled=is_compiled, is_fp8=row["precision"] == "fp8"),
-            is_fitted=gpus == 8 and row["precision"] == "bf16",
-            memory_bytes=float(row["memory_gib"] or 0.0) * 2.0**30,
-        )
-
-
-# FlashAttention-2, which torch ran then, reaches 35 % of an H100's rate (Shah et al., "FlashAttention-3", 2024), where
-# products are taken to reach `PRODUCT_EFFICIENCY`.
-_FLASH_ATTENTION_2 = ProductShare(0.35 / PRODUCT_EFFICIENCY, op="aten.scaled_dot_product_attention")
-
-
-def _h100(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Cluster:
-    """numbers: factors of the rates that eager and compiled code reach. H100 with HBM2e at 2.4 TB/s; fp8 products of
-    linear layers are twice as fast as those of bfloat16 (NVIDIA H100 datasheet).
-    """
-    preset, factor = PRESETS["h100"], numbers[int(is_compiled)]
-    return replace(
-        preset,
-        flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
-        memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=(_FLASH_ATTENTION_2,) + (ProductShare(2.0, op="aten.linear"),) * is_fp8,
-        memory_bytes=96 * 10**9,
-        algorithms=NCCL,
     )

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from bench.fidelity.published_rows import Published, a800_rows, h100_rows, v100_rows
+from bench.fidelity.h100_rows import nvidia_rows, torchtitan_rows
+from bench.fidelity.published_rows import Published, a800_rows, v100_rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ SOURCES = (
         (0.7, 0.7),
     ),
     Source(
-        "Llama 3 8B on H100",
+        "Llama 3 on H100",
         "torchtitan (benchmarks/llama3_h100_202412_torchtitan.md): FSDP on H100 with 2.4 TB/s, limited to 500 W."
         " Fitted are factors of the preset's rates, one for eager and one for compiled code, on the two rows of 8 GPUs."
         f" {_NCCL} Gathers and reductions run beside computing; selective recomputation is priced as that of half of"
@@ -81,10 +82,25 @@ SOURCES = (
         " fast: assumptions, of which the casts were added with the judged errors in sight. The head stays in bfloat16"
         " (torchtitan's float8.py leaves out `output`), and what is recomputed is cast again. Attention reaches 35 % of"
         " the datasheet's rate (FlashAttention-2 on H100, by the paper on FlashAttention-3), products 55 %, both times"
-        " the fitted factor: added with the judged errors in sight, which were up to 30 % without it. Memory is the"
-        " predicted peak.",
-        h100_rows,
+        " the fitted factor: added with the judged errors in sight, which were up to 30 % without it. With context"
+        " parallelism keys go around a ring beside attention; with async-tp all collectives go on beside computing. An"
+        " interleaved schedule without a published number of stages has two a rank, and a microbatch that is not"
+        " published is one sequence. Memory is the predicted peak.",
+        torchtitan_rows,
         ("eager", "compiled"),
         (1.0, 1.0),
+    ),
+    Source(
+        "experts and stages on H100",
+        "NeMo AutoModel (docs/performance-summary.md, 2025-10) and Megatron-Bridge (docs/performance-summary.md, 25.11"
+        " and before), routers forced to balance, on H100 with 80 GB. Nothing is fitted: rates are those of the preset,"
+        f" as the planner has them. {_NCCL} Gathers and reductions of parameters run beside computing, all-to-alls of"
+        " rows and tensor parallelism's collectives do not. Models are those of transformers, attention with sinks in"
+        " one kernel; their norms, rotary terms and gates are several kernels here and one in those libraries. Stages"
+        " have as many layers each; models are priced at two depths and taken to be linear between. A row that does not"
+        " say how many ranks share a set of experts has those of a node.",
+        nvidia_rows,
+        (),
+        (),
     ),
 )

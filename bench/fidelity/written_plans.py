@@ -24,12 +24,11 @@ from autopar.models.catalogue import Example
 from autopar.planner.handwritten.hand_plan import parse_hand_plan
 from autopar.planner.pipeline.hand_points import Model, model_of, profiled
 from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.planner.stages_by_hand import cut_blocks, plan_by_hand
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.schedule.orders import Schedule
-from bench.by_hand import plan_by_hand
-from bench.every_stage import cut_blocks
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class WrittenPlan:
     `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
     innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
     "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`. `are_sends_split`: over the tensor
-    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`. `experts`: the
-    data ranks that share a set of experts.
+    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`; so many layers in turn as
+    `period` are of different kinds. `experts`: the data ranks that share a set of experts. `sequence`: the ranks that
+    share a sequence, around a ring. `is_sequence_parallel`: tensor ranks split it between their regions.
     """
 
     build: Callable[..., Example]
@@ -54,7 +54,10 @@ class WrittenPlan:
     optimizer: str = "adamw-master"
     are_sends_split: bool = False
     num_layers: int = 0
+    period: int = 1
     experts: int = 1
+    sequence: int = 1
+    is_sequence_parallel: bool = False
 
 
 # The layouts of a hand plan depend on no figure of the hardware, its even cuts neither.
@@ -91,16 +94,23 @@ def staged(written: WrittenPlan) -> StagedPlan:
 
 def _text(written: WrittenPlan) -> str:
     """The hand plan of a stage."""
-    words = [f"dp={written.data}", f"tp={written.tensor}"] if written.experts == 1 or written.tensor > 1 else []
-    words += [f"ep={written.experts}"] * (written.experts > 1) + [written.flavour] * (written.flavour != "ddp")
+    degrees = {"cp": written.sequence, "ep": written.experts}
+    has_tensors = written.tensor > 1 or max(degrees.values()) == 1
+    words = [f"dp={written.data}", f"tp={written.tensor}"] if has_tensors else []
+    words += [f"{name}={size}" for name, size in degrees.items() if size > 1]
+    words += ["sp"] * written.is_sequence_parallel + [written.flavour] * (written.flavour != "ddp")
     return f"megatron:{','.join(words)}"
 
 
 def _mesh(written: WrittenPlan) -> Mesh:
-    """Of a stage; ranks that share a set of experts are neighbours among the data ranks."""
-    if written.experts == 1:
+    """Of a stage; ranks that share a set of experts are neighbours among the data ranks, those that share a sequence
+    inside of these.
+    """
+    if written.experts == written.sequence == 1:
         return Mesh((written.data, written.tensor), ("dp", "tp"))
-    sizes = {"dp": written.data // written.experts, "ep": written.experts, "tp": written.tensor}
+    if written.data % written.experts:
+        raise ValueError(f"ep: expected a divisor of the {written.data} data ranks, found {written.experts}")
+    sizes = {"dp": written.data // written.experts, "ep": written.experts, "cp": written.sequence, "tp": written.tensor}
     named = {name: size for name, size in sizes.items() if size > 1}
     return Mesh(tuple(named.values()), tuple(named))
 
@@ -142,10 +152,10 @@ class HostUpdate:
 class Library:
     """What the library that was measured does where this runtime does something else.
 
-    `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all
-    of "parameters", gathers among them, beside forward and backward. `gradient_copies`: bytes that the device moves
-    for each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank gets the
-    sums of all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a
+    `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, all of
+    "parameters", gathers among them, beside forward and backward, or "all" there are. `gradient_copies`: bytes that the
+    device moves for each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank
+    gets the sums of all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a
     linear layer, to cast it; the last layer, the head, is not cast, and has none of the shares of "aten.linear".
     `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline, but on
     the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's. `batch_s`:
@@ -180,8 +190,8 @@ def _parts(written: WrittenPlan, cluster: Cluster, library: Library) -> np.ndarr
 
 
 def few_layers(written: WrittenPlan) -> int:
-    """The fewest layers that are taken for copies of a block, with one for each stage."""
-    return max(4, written.stages)
+    """The fewest layers that are taken for copies of a block, with as many of each kind for each stage."""
+    return max(4, written.stages * written.chunks * written.period)
 
 
 @cache
@@ -217,7 +227,9 @@ def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
         position = {op.name: number for number, op in enumerate(stage.graph.ops)}
         order = sorted(_reductions(stage), key=lambda p: min(position[user] for user in p.users))
         return sum(p.time_s for p in order[1:]), costs.compute_backward_s / costs.num_microbatches
-    moved_s = costs.communication_s("forward") + costs.communication_s("backward")
+    parameters = {item.value.name for item in stage.graph.of_kind("parameter")}
+    moved = [p for p in costs.collectives if library.hides == "all" or p.where in parameters]
+    moved_s = sum(costs.num_issued(p) * p.time_s for p in moved)
     return moved_s, costs.compute_forward_s + costs.compute_backward_s
 
 

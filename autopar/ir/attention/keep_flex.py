@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from autopar.errors import TraceError
 from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX
 from autopar.ir.attention.index_functions import broadcasting, functions_called, traced
+from autopar.ir.attention.keep_sinks import sinks_kept
 from autopar.ir.graph import resolve
 from autopar.torch_compat import pytree
 
@@ -30,7 +31,7 @@ def flex_attention_kept() -> Iterator[None]:
 
     Their code is exchanged, since models hold the functions themselves, and what torch.compile made of them.
     """
-    with _runs(of_torch.flex_attention, _attention), _runs(of_torch.create_block_mask, _mask):
+    with _runs(of_torch.flex_attention, _attention), _runs(of_torch.create_block_mask, _mask), sinks_kept():
         yield
 
 

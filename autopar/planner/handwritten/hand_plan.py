@@ -217,12 +217,7 @@ def hand_plan(
     if plan.is_hf and not styles:
         raise PlanError("hand plan 'hf' is the model's own plan: pass styles=hf_styles(model)")
     outline = outlined(graph, folded)
-    if plan.expert_axes and (outline.num_experts == 0 or outline.num_experts % _num_ranks(plan.expert_axes, mesh)):
-        raise PlanError(
-            f"hand plan {format_hand_plan(plan, mesh)!r}: the model has {outline.num_experts or 'no'} experts whose"
-            " rows can be exchanged, groups of at least two grouped products in turn, which ep must divide; change"
-            " ep or leave it out"
-        )
+    outline.check_experts(plan, mesh)
     if plan.is_hf:
         outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
     return outline.short.expand(outline.follow((plan,), candidates, mesh)[plan])
@@ -241,6 +236,15 @@ class ModelFacts:
         """The choices of axes for experts: none, or neighbouring ones of `data_axes` that divide the experts."""
         runs = [data_axes[start:end] for start, end in combinations(range(len(data_axes) + 1), 2)]
         return [(), *(run for run in runs if self.num_experts and self.num_experts % _num_ranks(run, mesh) == 0)]
+
+    def check_experts(self, plan: HandPlan, mesh: Mesh) -> None:
+        """PlanError if experts cannot be divided as the plan says."""
+        if plan.expert_axes and (self.num_experts == 0 or self.num_experts % _num_ranks(plan.expert_axes, mesh)):
+            raise PlanError(
+                f"hand plan {format_hand_plan(plan, mesh)!r}: the model has {self.num_experts or 'no'} experts whose"
+                " rows can be exchanged, groups of at least two grouped products in turn, which ep must divide; change"
+                " ep or leave it out"
+            )
 
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
         """Hand plan -> its assignment of the short graph; common choices on the first axes are computed once."""

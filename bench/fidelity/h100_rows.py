@@ -1,0 +1,123 @@
+"""The rows on H100: training throughput that makers of libraries published for their best plans by hand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.measured_terms import ProductShare
+from autopar.costmodel.cluster.presets import PRESETS, PRODUCT_EFFICIENCY
+from bench.fidelity.h100_models import H100_MODELS, builder
+from bench.fidelity.published_rows import NCCL, Published, read
+from bench.fidelity.written_plans import Library, WrittenPlan
+
+# Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
+FP8_CAST_BYTES = 2 + 2 + 1
+_FILE, _TORCHTITAN = "h100_published.csv", "torchtitan"
+# Ranks of a node that share a set of experts where a row does not say how many do.
+_NODE = 8
+_builder = cache(builder)  # the same function for the same sizes, so that a model is traced once
+
+
+def torchtitan_rows() -> Iterator[Published]:
+    """Llama 3 by torchtitan."""
+    yield from h100_rows([row for row in read(_FILE) if row["source"].startswith(_TORCHTITAN)])
+
+
+def nvidia_rows() -> Iterator[Published]:
+    """Dense models and mixtures of experts by NeMo AutoModel and Megatron-Bridge."""
+    yield from h100_rows([row for row in read(_FILE) if not row["source"].startswith(_TORCHTITAN)])
+
+
+def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
+    """Each row's plan by its letters: fsdp, tp, pp, cp, vp, ep. ValueError for one that is no such plan.
+
+    Rows of torchtitan are of its cluster, at the fitted rates; others of the preset, on which nothing is fitted.
+    """
+    for row in rows:
+        gpus, batch, sequence = int(row["gpus"]), int(row["global_batch"]), int(row["sequence"])
+        is_fp8, is_torchtitan = row["precision"] == "fp8", row["source"].startswith(_TORCHTITAN)
+        cluster = partial(_torchtitan, is_compiled="compile" in row["technique"]) if is_torchtitan else _preset
+        # A ring sends beside the attention of the part that it has; "async-tp" has products beside their collectives.
+        hides = "all" if row["cp"] != "1" or "async-tp" in row["technique"] else "parameters"
+        yield Published(
+            f"{row['source']} {row['model']}, {gpus} GPUs, {_letters(row)}, sequence {sequence}, {row['precision']},"
+            f" {row['technique']}",
+            f"{row['source']} {row['model']} {gpus} {row['precision']} {sequence}",
+            f"{row['precision']} {'experts' if _num_experts(row) > 1 else 'dense'}",
+            batch * sequence / gpus / float(row["tokens_per_s_per_gpu"]),
+            h100_plan(row),
+            Library(hides, cast_bytes=FP8_CAST_BYTES * is_fp8),
+            partial(cluster, is_fp8=is_fp8),
+            is_fitted=is_torchtitan and gpus == 8 and not is_fp8,
+            memory_bytes=float(row["memory_gib"] or 0.0) * 2.0**30,
+        )
+
+
+def _letters(row: Mapping[str, str]) -> str:
+    shown = [f"{key}={row[key]}" for key in ("fsdp", "tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1")]
+    return ",".join(shown)
+
+
+def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
+    """Ranks that split parameters are all data ranks; without fsdp they split the optimizer's state.
+
+    An interleaved schedule has two stages a rank where the row does not say how many. Tensor ranks split the sequence
+    between their regions, as torchtitan's and Megatron-Core's do.
+    """
+    gpus, batch, micro = int(row["gpus"]), int(row["global_batch"]), int(row["microbatch"] or 1)
+    tensor, stages, sequence = (int(row[key]) for key in ("tp", "pp", "cp"))
+    data = gpus // (tensor * stages * sequence)
+    chunks = int(row["vp"] or 1) if row["vp"] or "interleaved" not in row["technique"] else 2
+    of_data = data * micro
+    if data * tensor * stages * sequence != gpus or batch % of_data:
+        raise ValueError(f"{row['model']}: {gpus} GPUs and a batch of {batch} are not divided by {_letters(row)}")
+    if int(row["fsdp"]) not in (0, data, data * sequence):
+        raise ValueError(f"{row['model']}: fsdp: expected 0 or the {data} data ranks, found {row['fsdp']}")
+    builder_of = _builder(row["model"], batch, int(row["sequence"]))
+    return WrittenPlan(
+        builder_of,
+        data,
+        tensor,
+        stages,
+        num_microbatches=batch // of_data,
+        flavour="zero3" if int(row["fsdp"]) else "zero2",
+        recomputed={"none": "none", "selective": "half", "full": "all"}[row["recompute"]],
+        chunks=chunks,
+        are_sends_split=tensor > 1,
+        num_layers=H100_MODELS[row["model"]].layers,
+        period=H100_MODELS[row["model"]].period,
+        experts=_num_experts(row),
+        sequence=sequence,
+        is_sequence_parallel=tensor > 1,
+    )
+
+
+def _num_experts(row: Mapping[str, str]) -> int:
+    """The ranks that share a set of experts."""
+    has_experts = bool(H100_MODELS[row["model"]].head) if row["model"] in H100_MODELS else False
+    return int(row["ep"] or min(_NODE, int(row["gpus"]))) if has_experts else 1
+
+
+# FlashAttention-2, which torch ran then, reaches 35 % of an H100's rate (Shah et al., "FlashAttention-3", 2024), where
+# products are taken to reach `PRODUCT_EFFICIENCY`.
+_FLASH_ATTENTION_2 = ProductShare(0.35 / PRODUCT_EFFICIENCY, op="aten.scaled_dot_product_attention")
+# fp8 products of linear layers are twice as fast as those of bfloat16 (NVIDIA H100 datasheet).
+_FP8_LINEAR = ProductShare(2.0, op="aten.linear")
+
+
+def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Cluster:
+    """numbers: factors of the rates that eager and compiled code reach. H100 with HBM2e at 2.4 TB/s."""
+    preset, factor = PRESETS["h100"], numbers[int(is_compiled)]
+    return replace(
+        preset,
+        flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=2.4e12 * factor,
+        product_shares=(_FLASH_ATTENTION_2,) + (_FP8_LINEAR,) * is_fp8,
+        memory_bytes=96 * 10**9,
+        algorithms=NCCL,
+    )
+
+
+def _preset(numbers: Sequence[float], *, is_fp8: bool) -> Cluster:
+    return replace(PRESETS["h100"], product_shares=(_FP8_LINEAR,) * is_fp8, algorithms=NCCL)
