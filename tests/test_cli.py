@@ -146,9 +146,12 @@ def test_the_trace_of_a_plan_without_stages_has_forward_backward_and_update(file
     assert timed[-1]["ts"] > 0 and {"ts", "dur", "tid", "name"} <= timed[0].keys()
 
 
-def test_plans_without_stages_are_not_asked_for_microbatches(file, capsys):
-    assert explain_stages(file, "--hand", "ddp") == 2
-    assert "leave out --hand" in capsys.readouterr().err
+def test_a_plan_in_stages_is_written_by_hand(file, capsys):
+    assert explain_stages(file, "--hand", "ddp") == 0
+    assert "hand plan ddp" in capsys.readouterr().out
+
+
+def test_microbatches_divide_the_batch(file, capsys):
     assert explain_stages(file, "--microbatches", "3") == 2
     assert "nearest numbers" in capsys.readouterr().err
 
