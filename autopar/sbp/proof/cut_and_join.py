@@ -67,8 +67,11 @@ def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...])
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """AssertionError unless both are equal but for the order of sums: to 1e-9, or the rounding of a coarser dtype, of
-    each element and of the largest one.
+    each element and of the largest one; integers and truth values exactly.
     """
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
+        return
     is_coarse = expected.dtype.is_floating_point and expected.dtype.itemsize < 8
     rounding = 32 * torch.finfo(expected.dtype).eps if is_coarse else 1e-9
     finite = expected.detach()[expected.isfinite()].abs()

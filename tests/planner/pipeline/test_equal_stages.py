@@ -27,6 +27,8 @@ OTHERS = {
     "trains": False,
     "crossing": {GRAPH.ops[-1].outputs[0].name: (S(0),)},
     "outputs": {GRAPH.ops[-1].outputs[0].name: (S(0),)},
+    "unknown_ops": "whole",
+    "shares": (("dp", (3, 1)),),
     "given": replace(NO_CHOICES, recomputed=((GRAPH.ops[0].name,),)),
 }
 
