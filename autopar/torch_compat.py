@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,6 +64,7 @@ __all__ = [
     "default_store",
     "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
     "disable_proxy_modes_tracing",  # torch.export does not record the calls inside
+    "forget_meshes",
     "function_modes",
     "functions_applied_by",
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
@@ -381,6 +383,11 @@ def has_pipeline_stages() -> bool:
 def register_fake_backend() -> None:
     """Give `init_process_group` the backend "fake", whose collectives exchange nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def forget_meshes() -> None:
+    """Make DTensor forget the layouts it derived: whose meshes equal those of later ranks and whose groups ended."""
+    _clear_sharding_prop_cache()
 
 
 def default_store() -> Store:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.torch_compat import register_fake_backend
+from autopar.torch_compat import forget_meshes, register_fake_backend
 
 HandFunction = Callable[[nn.Module, DeviceMesh], Any]
 _GPU_WORDS = ("cuda", "nvidia", "nccl", "gpu", "accelerator")
@@ -33,11 +33,13 @@ def fake_ranks(mesh: Mesh) -> Iterator[DeviceMesh]:
             " it in another process, without torchrun"
         )
     register_fake_backend()
+    forget_meshes()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=mesh.num_devices)
     try:
         yield init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def call_function(function: HandFunction, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
