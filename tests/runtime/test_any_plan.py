@@ -154,6 +154,10 @@ def test_a_reader_without_gradient_has_no_backward() -> None:
     assert all_gradients_arrive(example.graph)
 
 
+def test_a_bucket_that_is_read_after_the_next_one_is_gathered_again_once() -> None:
+    _checked(draw_example(Random(2156289251), 6))  # a GRU's weights, in a bucket with those of an op before another's
+
+
 def test_a_graph_without_ops_is_priced() -> None:
     example = draw_example(Random(2679501324), 1)  # its output is a parameter
     assert not example.graph.ops and example.graph.outputs

@@ -50,6 +50,7 @@ class GatherBucket:
         self.unchanged = [Unchanged(x) for x in stored]
         self.wanted: set[int] = set()
         self.made: dict[int, torch.Tensor] = {}
+        self.num_again = 0  # how often it was gathered again
         self.earlier: GatherBucket | None = None
         self.ticket: torch.Tensor | None = None
         # collectives that are under way
@@ -80,17 +81,20 @@ class GatherBucket:
             landing, self.gather_again = self.gather_again or self._again(), None
             self.made = dict(zip(sorted(self.wanted), landing(), strict=True))
             if self.earlier is not None:
-                self.earlier.begin_again()
+                self.earlier.begin_again(self.num_again)
         self.unchanged[number].checked()  # it may have been gathered for another backward
         return self.made.pop(number)
 
-    def begin_again(self) -> None:
-        """Start to gather again what backward has a use for, unless that was done."""
-        if self.wanted and not self.made and self.gather_again is None:
+    def begin_again(self, num_again: int) -> None:
+        """Start to gather again what backward has a use for, unless this is the backward that had it already: of
+        `num_again`, by the bucket that follows in forward. An op may read this bucket after those that read that one.
+        """
+        if self.wanted and self.num_again < num_again:
             self.gather_again = self._again()
 
     def _again(self) -> Landing:
         wanted = sorted(self.wanted)
+        self.num_again += 1
         sources, targets = zip(*(self.ends[one] for one in wanted), strict=True)
         again = (self.unchanged[one].checked() for one in wanted)
         extents = tuple(self.extents[one] for one in wanted) if self.extents else ()
