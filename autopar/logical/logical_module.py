@@ -236,7 +236,8 @@ def _put(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 def _seeded(seed: int) -> Iterator[None]:
     """Random numbers inside are those of `seed`: torch's, NumPy's and Python's; afterwards they go on as before."""
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # each rank has one
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

@@ -98,7 +98,7 @@ def _sample(op: Op, extents: tuple[int, ...], way: _Drawing, number: int) -> Sam
     if any(torch.Size(shape).numel() > _MOST_ELEMENTS for shape in shapes):
         raise ValueError("it takes no sizes but large ones")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)  # the CPU's alone: samples lie there
         least = min((size for shape in shapes for size in shape if size > 1), default=2)
         inputs = tuple(_draw(value, shape, way, least, number) for value, shape in zip(op.inputs, shapes))
     numbers = size_of if way.maps_numbers else {}
