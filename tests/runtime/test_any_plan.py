@@ -158,6 +158,10 @@ def test_a_bucket_that_is_read_after_the_next_one_is_gathered_again_once() -> No
     _checked(draw_example(Random(2156289251), 6))  # a GRU's weights, in a bucket with those of an op before another's
 
 
+def test_attention_around_a_ring_of_what_conversions_leave_in_columns() -> None:
+    _checked(draw_example(Random(770000405), 6))
+
+
 def test_a_graph_without_ops_is_priced() -> None:
     example = draw_example(Random(2679501324), 1)  # its output is a parameter
     assert not example.graph.ops and example.graph.outputs

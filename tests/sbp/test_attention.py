@@ -123,6 +123,21 @@ def test_heads_that_an_axis_does_not_divide_read_whole_key_heads() -> None:
         assert "key_heads" in _roles_checked(num_ranks, f64(2, num_heads, 8, 4), *keys, enable_gqa=True)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_of_tensors_whose_features_do_not_lie_next_to_one_another(is_causal: bool) -> None:
+    strided = [torch.randn(2, 4, 3, 8, dtype=torch.float64).mT for _ in range(4)]
+    grad, *leaves = strided[0], *(x.requires_grad_() for x in strided[1:])
+    truth = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.4)
+    block, scores = attention_blocks.Block(slice(8), slice(8), is_causal), attention_blocks.Scores(0.4)
+    given = tuple(x.detach() for x in leaves)
+    merged = attention_blocks.Merged(given[0], given[2])
+    scores.forward(block, *given, merged)
+    found = tuple(torch.zeros_like(x) for x in given)
+    scores.backward(block, given, grad, merged.out.mT.contiguous().mT, merged.sums, found)
+    torch.testing.assert_close(merged.out, truth)
+    torch.testing.assert_close(found, torch.autograd.grad(truth, leaves, grad))
+
+
 def test_dropped_scores_are_not_split_by_features():
     op, _ = make_op(OP, *QKV, None, 0.5)
     found = {str(signature) for signature in signatures_of(op)}

@@ -191,9 +191,9 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     if query.is_meta:
         return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=sum_dtype(query.dtype))
     if query.device.type == "cpu":
-        given = query, _like_query(key, query), _like_query(value, query)
+        given = map(_in_rows, (query, _like_query(key, query), _like_query(value, query)))
         return aten._scaled_dot_product_flash_attention_for_cpu.default(*given, 0.0, is_causal, scale=scale)
-    given = (_padded(x) for x in (query, key, value))
+    given = (_padded(_in_rows(x)) for x in (query, key, value))
     found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, is_causal, scale=scale)
     return found[0][..., : value.shape[-1]], found[1]
 
@@ -202,7 +202,8 @@ def _fused_backward(given: QKV, grad: Tensor, out: Tensor, sums: Tensor, is_caus
     aten, (query, key, value) = torch.ops.aten, given
     if query.is_meta:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    grad, out, sums = grad.to(query.dtype), out.to(query.dtype), sums.contiguous()
+    grad, out, sums = _in_rows(grad.to(query.dtype)), _in_rows(out.to(query.dtype)), sums.contiguous()
+    query, key, value = (_in_rows(x) for x in given)
     if query.device.type == "cpu":
         k, v = _like_query(key, query), _like_query(value, query)
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -215,6 +216,11 @@ def _fused_backward(given: QKV, grad: Tensor, out: Tensor, sums: Tensor, is_caus
     state = None, None, *lengths, 0.0, is_causal, seed, seed.new_empty(())
     found = kernel(*tensors, sums, *state, scale=scale)
     return found[0][..., : query.shape[-1]], found[1][..., : key.shape[-1]], found[2][..., : value.shape[-1]]
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """`x` with features next to one another: the kernels, called as such, read them so whatever the strides are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded(x: Tensor) -> Tensor:
