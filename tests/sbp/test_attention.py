@@ -128,7 +128,7 @@ def test_blocks_of_tensors_whose_features_do_not_lie_next_to_one_another(is_caus
     strided = [torch.randn(2, 4, 3, 8, dtype=torch.float64).mT for _ in range(4)]
     grad, *leaves = strided[0], *(x.requires_grad_() for x in strided[1:])
     truth = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.4)
-    block, scores = attention_blocks.Block(slice(8), slice(8), is_causal), attention_blocks.Scores(0.4)
+    block, scores = attention_blocks.Block(slice(0, 8), slice(0, 8), is_causal), attention_blocks.Scores(0.4)
     given = tuple(x.detach() for x in leaves)
     merged = attention_blocks.Merged(given[0], given[2])
     scores.forward(block, *given, merged)
