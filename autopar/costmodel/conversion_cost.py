@@ -264,14 +264,14 @@ def parameter_times(
     # without overlap the fewest collectives are best, whose buckets do not end with a block
     is_reduced_there = value.needs_grad and bucket is not None and cluster.overlap > 0
     if bucket is not None and is_reduced_there:
-        share = value.num_bytes / bucket.num_bytes
+        share = bucket.share_of(value)
     alone = conversion_times(value, *ends, weigh=weights.made)
     reduced = conversion_times(value, *ends, latency_share=share, weigh=weights.put_off)
     cost_s = np.where(only_reduces, reduced, alone)
     again_s = conversion_times(frozen, *ends, weigh=weights.again)
     in_bucket = only_reduces & is_reduced_there
     if bucket is not None:
-        shared = {"latency_share": value.num_bytes / bucket.num_bytes, "is_copied": True}
+        shared = {"latency_share": bucket.share_of(value), "is_copied": True}
         is_faster = conversion_times(value, *ends, **shared) < conversion_times(value, *ends)
         is_gathered_there = gathers(sources, targets) & (is_faster | bucket.is_prefetched)
         made = weights.put_off if bucket.is_prefetched else weights.made

@@ -1,5 +1,6 @@
 """The content of `explain` for a plan without stages, as data for text and JSON."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts
-from autopar.sbp.placement import I, format_layout, is_even
+from autopar.sbp.placement import I, Layout, format_layout, is_even, local_shape
 from autopar.sbp.redistribute import Collective
 
 
@@ -91,7 +92,8 @@ class GatheredOutputs:
 class Report:
     """Everything that `explain` shows; `as_json` gives the same content.
 
-    `state_on_host`: FQNs of parameters. `uneven`: tensors in parts of different sizes. `is_from_file`: as in `Plan`.
+    `state_on_host`: FQNs of parameters. `uneven`: tensors in parts of different sizes; `uneven_s`: seconds of a step
+    that ops take longer on the largest of them than on equal parts. `is_from_file`: as in `Plan`.
     """
 
     mesh: str
@@ -120,6 +122,7 @@ class Report:
     discovered: Mapping[str, str]
     not_divided: tuple[Mapping[str, Any], ...]
     uneven: tuple[str, ...]
+    uneven_s: float
     stayed_whole: tuple[WholeRow, ...]
     timings_s: Mapping[str, float]
     is_from_file: bool
@@ -174,6 +177,7 @@ def report(plan: Plan) -> Report:
         },
         not_divided=tuple(_not_divided(plan)),
         uneven=tuple(_uneven(plan)),
+        uneven_s=_uneven_s(plan),
         stayed_whole=stayed_whole(plan),
         timings_s=dict(plan.timings),
         is_from_file=plan.is_from_file,
@@ -317,3 +321,25 @@ def _uneven(plan: Plan) -> Iterator[str]:
         layouts = (assignment.strategies[op.name].output_layout(i) for i in range(len(op.outputs)))
         if first[op.name] == op.name and not all(map(is_even, (x.shape for x in op.outputs), layouts, repeat(shape))):
             yield f"%{op.name}"
+
+
+def _uneven_s(plan: Plan) -> float:
+    """The seconds of a step that all ops take longer on their largest parts than on equal ones."""
+    shape, training = plan.mesh.shape, plan.training
+    seconds = 0.0
+    for op in plan.graph.ops:
+        strategy = plan.assignment.strategies[op.name]
+        inputs = [(value.shape, strategy.input_layout(i)) for i, value in enumerate(op.inputs)]
+        outputs = [(value.shape, strategy.output_layout(i)) for i, value in enumerate(op.outputs)]
+        excess = max((_excess(of, layout, shape) for of, layout in (*inputs, *outputs)), default=0.0)
+        if excess:
+            seconds += excess * sum(op_time(op, strategy, shape, plan.cluster))
+    return seconds * training.num_microbatches
+
+
+def _excess(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> float:
+    """The share of the largest part by which it is larger than the mean of all; 0 of shares, which are as asked for."""
+    if is_even(shape, layout, mesh_shape) or any(placement.shares for placement in layout):
+        return 0.0
+    num = math.prod(size for size, placement in zip(mesh_shape, layout) if placement.is_split)
+    return 1 - math.prod(shape) / num / math.prod(local_shape(shape, layout, mesh_shape))

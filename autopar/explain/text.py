@@ -195,7 +195,12 @@ def _not_divided(report: Report) -> str:
 def _uneven(report: Report) -> str:
     names = ", ".join(map(printable, report.uneven[:MOST_UNDIVIDED]))
     more = f" and {len(report.uneven) - MOST_UNDIVIDED} more" if len(report.uneven) > MOST_UNDIVIDED else ""
-    return f"Split in parts that differ in size, those of the first rank the largest and the price: {names}{more}."
+    longer = (
+        f" Ops take {format_seconds(report.uneven_s)} a step longer than on equal parts." if report.uneven_s else ""
+    )
+    return (
+        f"Split in parts that differ in size, those of the first rank the largest and the price: {names}{more}.{longer}"
+    )
 
 
 def _stayed_whole(report: Report) -> str:

@@ -35,6 +35,10 @@ class InBucket:
     place: int
     is_prefetched: bool = False
 
+    def share_of(self, value: Value) -> float:
+        """The share of a parameter in the bytes of its bucket; 1 where no parameter has elements."""
+        return value.num_bytes / self.num_bytes if self.num_bytes else 1.0
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -225,7 +229,7 @@ class Conversion:
     def latency_share(self) -> float:
         """The share of a collective's latency that it is priced at."""
         if self.in_bucket is not None:
-            return self.value.num_bytes / self.in_bucket.num_bytes
+            return self.in_bucket.share_of(self.value)
         return latency_share(self.value) if self.is_bucketed else 1.0
 
     @property

@@ -170,7 +170,10 @@ def test_ops_without_rule_are_listed_with_their_cost():
 def test_dims_an_axis_does_not_divide_are_listed():
     text = hand_made("mlp", "ddp", Mesh((64,), ("many",))).explain()
     assert re.search(r"many +head\.weight +0 +16 +16 *\n", text)
-    assert "parts that differ" in hand_made("mlp", "ddp", Mesh((3,), ("odd",))).explain()
+    plan = hand_made("mlp", "ddp", Mesh((3,), ("odd",)))
+    assert "parts that differ" in plan.explain() and "a step longer than on equal parts" in plan.explain()
+    # 8 rows in parts of 3, 3 and 2
+    assert report(plan).uneven_s == pytest.approx((plan.costs.compute_forward_s + plan.costs.compute_backward_s) / 9)
 
 
 def test_hand_plans_are_compared():

@@ -162,6 +162,10 @@ def test_attention_around_a_ring_of_what_conversions_leave_in_columns() -> None:
     _checked(draw_example(Random(770000405), 6))
 
 
+def test_a_bucket_of_parameters_without_elements() -> None:
+    _checked(draw_example(Random(770003070), 1))
+
+
 def test_a_graph_without_ops_is_priced() -> None:
     example = draw_example(Random(2679501324), 1)  # its output is a parameter
     assert not example.graph.ops and example.graph.outputs
