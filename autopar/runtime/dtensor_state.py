@@ -20,7 +20,7 @@ from autopar.runtime.checks.own_memory import check_own_memory
 from autopar.runtime.interop.place_on_one_device import mark_places
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
-from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere, parameter_elsewhere
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere, parameter_elsewhere, take_out_of_optimizers
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout, S, format_layout
@@ -139,11 +139,13 @@ def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[s
     own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
     dropped: dict[str, torch.Tensor] = {}
     bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
+    gone: list[torch.Tensor] = []
     for fqn, (owner, name) in owners(module).items():
         held = owner._parameters if name in owner._parameters else owner._buffers
         tensor = held[name]
         if fqn not in own and tensor is not None:
             dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
+            gone.append(tensor)
     if dropped:
         mark_places(module)
         empty = {
@@ -152,6 +154,7 @@ def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[s
             if isinstance(x, nn.Parameter)
         }
         put(module, {fqn: empty.get(id(x)) for fqn, x in dropped.items()})
+        take_out_of_optimizers(gone)
         _refuse_loads_inside(module)
     return dropped
 
@@ -309,28 +312,39 @@ def cut_to_parts(
 
 
 @torch.no_grad()
-def whole_state(
-    own: Mapping[str, Any], order: Sequence[str], elsewhere: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """The whole tensors of all stages, on every rank, in `order`: each is sent along the pipeline's `group` by the
-    first rank that has it in `own`. `elsewhere`: what the others are like.
+def whole_state(own: Mapping[str, Any], modules: Sequence[str], group: dist.ProcessGroup) -> dict[str, Any]:
+    """The whole tensors of all stages, on every rank, in the order of the `modules` whose they are: each is sent along
+    the pipeline's `group` by the first rank that has it in `own`, whatever hooks of state dicts made of the parameters.
     """
-    keys: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(keys, list(own), group=group)
+    has = {name: isinstance(x, torch.Tensor) and not isinstance(x, ParameterElsewhere) for name, x in own.items()}
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    mine = {name: (x.shape, x.dtype) for name, x in own.items() if has[name]}
+    dist.all_gather_object(reports, mine, group=group)
+    holders = {name: rank for rank in reversed(range(len(reports))) for name in reports[rank]}
+    places = {module: number for number, module in enumerate(modules)}
+    in_order = dict.fromkeys(name for reported in reports for name in reported)
     device = next(x.device for x in own.values() if isinstance(x, DTensor))
     state: dict[str, Any] = {}
-    for fqn in order:
-        holder = next((rank for rank, names in enumerate(keys) if fqn in names), None)
-        if holder is None:  # not persistent
-            continue
-        if (x := own.get(fqn)) is None:
-            whole = torch.empty(elsewhere[fqn].shape, dtype=elsewhere[fqn].dtype, device=device)
-        else:
-            whole = x.full_tensor()
-        whole = whole.detach().contiguous()
-        dist.broadcast(whole, group=group, group_src=holder)
-        state[fqn] = whole
+    for name in sorted(in_order, key=lambda name: _place(name, places)):
+        shape, dtype = reports[holders[name]][name]
+        x = own[name] if has.get(name) else torch.empty(shape, dtype=dtype, device=device)
+        whole = (x.full_tensor() if isinstance(x, DTensor) else x.to(device)).detach().contiguous()
+        dist.broadcast(whole, group=group, group_src=holders[name])
+        state[name] = whole
     return state | {name: x for name, x in own.items() if name not in state}
+
+
+def _place(name: str, places: Mapping[str, int]) -> float:
+    """The place of an entry of a state dict: that of the module whose it is, or behind all of the module whose hook
+    made it.
+    """
+    owner = name.rpartition(".")[0]
+    if owner in places:
+        return places[owner]
+    while owner and owner not in places:
+        owner = owner.rpartition(".")[0]
+    inside = f"{owner}." if owner else ""
+    return max(number for module, number in places.items() if module == owner or module.startswith(inside)) + 0.5
 
 
 def stored_layouts(module: nn.Module, graph: Graph, mesh: DeviceMesh) -> dict[str, str]:

@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.autocast import autocast_off
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
+from autopar.runtime.interop.compiled_after import check_not_traced
 from autopar.runtime.interop.output_hooks import refuse_hooks
 from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
@@ -111,7 +112,9 @@ def check_no_hooks(module: nn.Module) -> None:
 
 
 def check_no_transform() -> None:
-    """AutoparError inside torch.func, whose transforms know no collectives."""
+    """AutoparError inside torch.func, whose transforms know no collectives, and where the call is traced."""
+    check_not_traced("torch.jit.trace" if torch.jit.is_tracing() else "")
+    check_not_traced("torch.export" if torch.compiler.is_exporting() else "")
     if peek_interpreter_stack() is not None:
         raise AutoparError(
             "the model was called inside torch.func.grad, vmap or jvp, or what is built of them (jacrev, hessian):"

@@ -22,7 +22,7 @@ from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.checks.saved_parts import check_saved_here, watch_files
-from autopar.runtime.dtensor_state import cut_to_parts, owners, put, whole_state
+from autopar.runtime.dtensor_state import cut_to_parts, put, whole_state
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.compiled_after import CompiledAfter
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
@@ -81,7 +81,8 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         self._autopar.current()
         state, elsewhere = super().state_dict(*args, **kwargs), self._autopar.elsewhere
         if elsewhere and wants_whole_state():
-            return whole_state(state, list(owners(self)), elsewhere, self._autopar.mesh.get_group(PIPELINE))
+            names = [name for name, _ in self.named_modules(remove_duplicate=False)]
+            return whole_state(state, names, self._autopar.mesh.get_group(PIPELINE))
         return state
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -49,6 +49,8 @@ THEMES = (
     "late",
     "numbered",
     "further",
+    "texts",
+    "rounds",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from tests.trainers import cases, further_cases, half_cases, titan_cases
+from tests.trainers import cases, further_cases, half_cases, loop_cases, titan_cases
 from tests.trainers.case import SETTINGS, Numbers, run_case
 from tests.workers import RankError, Ranks
 
 TIMEOUT_S = 500.0
 TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-3  # of the largest entry of a tensor, after 20 steps in float32, or lower
-MODULES = (cases, half_cases, titan_cases, further_cases)
+MODULES = (cases, half_cases, titan_cases, further_cases, loop_cases)
 SAME = "same numbers"
 STAGES = "pp=2,dp=2"
 
@@ -29,12 +29,15 @@ def names() -> list[str]:
 
 def _names_in(module: ModuleType) -> list[str]:
     functions = inspect.getmembers(module, lambda each: inspect.isfunction(each) and each.__module__ == module.__name__)
-    with_work = {name: each for name, each in functions if [*inspect.signature(each).parameters] == ["work"]}
+    public = {name: each for name, each in functions if not name.startswith("_")}
+    with_work = {name: each for name, each in public.items() if [*inspect.signature(each).parameters] == ["work"]}
     return sorted(with_work, key=lambda name: with_work[name].__code__.co_firstlineno)
 
 
 def settings_of(name: str) -> list[str]:
     """The settings of a case; Lightning's strategies make the mesh themselves, without stages."""
+    if name == "torchtitan_stages":
+        return [STAGES]
     has_stages = case(name).__module__ in (cases.__name__, titan_cases.__name__) and name not in (
         "lightning_trainer",
         "fabric",

@@ -116,10 +116,30 @@ def dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enab
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa), None
 
 
+def _parallelism(num_ranks: int, batch: int, *, in_stages: bool) -> ParallelismConfig:
+    if not in_stages:
+        return ParallelismConfig(data_parallel_shard_degree=num_ranks)
+    return ParallelismConfig(
+        data_parallel_shard_degree=num_ranks // 2,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_microbatch_size=batch // 2,
+    )
+
+
 def trainer(
-    parallelize: Callable[..., Any], plan: Callable[..., None], folder: str, *, num_ranks: int, batch: int, steps: int
+    parallelize: Callable[..., Any],
+    plan: Callable[..., None],
+    folder: str,
+    *,
+    num_ranks: int,
+    batch: int,
+    steps: int,
+    pipeline: Callable[..., Any] | None = None,
 ) -> Any:
-    """torchtitan's own `Trainer`, with a checkpoint each half of the steps, and `losses` beside it."""
+    """torchtitan's own `Trainer`, with a checkpoint each half of the steps, and `losses` beside it.
+
+    `batch`: rows of a rank in a step. `pipeline`: makes the schedule of two stages and two microbatches.
+    """
     if num_ranks == 1:
         FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     spec = ModelSpec(
@@ -127,7 +147,7 @@ def trainer(
         flavor="small",
         model=model_config(),
         parallelize_fn=parallelize,
-        pipelining_fn=None,
+        pipelining_fn=pipeline,
         post_optimizer_build_fn=plan,
         state_dict_adapter=None,
     )
@@ -141,7 +161,7 @@ def trainer(
         optimizer=default_adamw(lr=1e-2),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(local_batch_size=batch, seq_len=LENGTH, steps=steps, **training),
-        parallelism=ParallelismConfig(data_parallel_shard_degree=num_ranks),
+        parallelism=_parallelism(num_ranks, batch, in_stages=pipeline is not None),
         metrics=MetricsProcessor.Config(log_freq=1),
         compile=CompileConfig(enable=False),
         checkpoint=CheckpointManager.Config(enable=True, interval=steps // 2, last_save_model_only=False),

@@ -63,6 +63,8 @@ _OF_LAYERS = (
     aten.native_group_norm.default,
     aten.native_layer_norm.default,
 )
+# By which the norm of all gradients is computed.
+_OF_ALL = (aten._foreach_norm.Scalar, aten.stack.default)
 
 
 def handle_writes() -> None:
@@ -71,7 +73,7 @@ def handle_writes() -> None:
     handle_dtensor_ops(dict.fromkeys(_overloads(_ON_THE_WHOLE), write_whole))
     handle_dtensor_ops({aten.fill_.Tensor: _fill} | dict.fromkeys(_WITH_PLAIN, _write_plain))
     handle_dtensor_ops(dict.fromkeys((aten.index.Tensor, aten.index_select.default), _read_at))
-    handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all))
+    handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
     compute_without_rule(_without_rule)
     handle_dtensor_ops(dict.fromkeys(_overloads(_FACTORIES, with_out=True), _make))
     handle_dtensor_ops(dict.fromkeys(_READ_ON_THE_WHOLE, _read_whole) | {aten.as_strided.default: _view})
@@ -177,6 +179,17 @@ def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return op(*args, **kwargs)
 
 
+def _check_alike(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op as torch does it; AutoparError if a list has plain tensors beside DTensors."""
+    if any(not isinstance(item, DTensor) for item in args[0]):
+        raise AutoparError(
+            f"{op} was called with plain tensors beside DTensors, as where a norm is of the gradients of a compiled"
+            " model and of layers outside of it. Compile the module that has both, or call clip_grad_norm_ for each"
+        )
+    with as_torch_does(op):
+        return op(*args, **kwargs)
+
+
 def _read_at(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A read at indices: plain ones are those of the first rank, for torch takes DTensors only; masks have no rule."""
     x, *rest = args
@@ -248,7 +261,8 @@ def _write_plain(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
             f"{op} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
             " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
             " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
-            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too"
+            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
+            " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
         )
     if type(other) in (torch.Tensor, torch.nn.Parameter) and other.ndim:
         args = x, _of_first(other, x), *rest

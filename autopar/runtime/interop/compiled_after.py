@@ -1,4 +1,6 @@
-"""`CompiledAfter`: a sharded module under torch.compile, which breaks its graph and cannot be asked for one."""
+"""`CompiledAfter`: a sharded module under torch.compile, which breaks its graph and cannot be asked for one; and in
+traces of others, which are refused.
+"""
 
 from typing import Any
 
@@ -32,3 +34,13 @@ class CompiledAfter(nn.Module):
         if kwargs.get("fullgraph"):
             raise AutoparError(_REFUSED)
         super().compile(*args, **kwargs)
+
+
+def check_not_traced(by: str) -> None:
+    """AutoparError where `by`, "" for nobody, traces the call: what is between collectives would be all there is."""
+    if by:
+        raise AutoparError(
+            f"{by} of a model that autopar.compile returned, of which each rank has parts: expected the model as"
+            " written for one device. Build that, give it the weights, model.full_state_dict(), by load_state_dict, and"
+            " trace it"
+        )

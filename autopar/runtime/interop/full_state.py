@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RankMismatch
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.lone_call import next_gathering
-from autopar.runtime.dtensor_state import owners, whole_state
+from autopar.runtime.dtensor_state import whole_state
 from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
 from autopar.runtime.rank_agreement import is_first, meet, on_every_rank
 
@@ -36,7 +36,8 @@ class FullState(nn.Module):
         all_called(runtime, "full_state_dict() or model.save_pretrained")
         own = super().state_dict(keep_vars=True)
         if runtime.elsewhere:
-            own = whole_state(own, list(owners(self)), runtime.elsewhere, runtime.mesh.get_group(PIPELINE))
+            names = [name for name, _ in self.named_modules(remove_duplicate=False)]
+            own = whole_state(own, names, runtime.mesh.get_group(PIPELINE))
         return _whole(own, is_kept=not rank0_only or is_first(runtime.mesh))
 
 

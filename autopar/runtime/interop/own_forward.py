@@ -13,6 +13,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
+from autopar.runtime.interop.compiled_after import check_not_traced
 from autopar.runtime.interop.trainer_attributes import as_of_all_parts
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import is_autocast_wrapper
@@ -50,6 +51,7 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         runtime: CallRuntime = self._autopar
+        check_not_traced("" if isinstance(kwargs, dict) else "torch.fx.symbolic_trace")
         if runtime.bare is not None:  # a forward that was set on the module calls the one that it replaced
             return runtime.original.forward(runtime.bare, *args, **kwargs)
         return runtime.call(self, args, as_of_all_parts(kwargs, runtime.parts))

@@ -49,6 +49,8 @@ class TrainerAttributes(nn.Module):
         AutoparError unless every rank gives its own part of the batch, as the Trainer loads it, and if it is to be
         compiled.
         """
+        if module_of_caller().partition(".")[0] != "transformers":  # torch.jit.trace reads all attributes
+            raise AttributeError("is_distributed_loading_by_transformers")
         self._check_own_parts("transformers.Trainer")
         if getattr(local_of_caller("args"), "torch_compile", False):  # read by the Trainer as it is made
             raise AutoparError(f"TrainingArguments(torch_compile=True){_COMPILED}")

@@ -5,8 +5,9 @@ as on one device, in the same order. What lies elsewhere has shape, dtype and de
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -172,19 +173,39 @@ def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 @functools.cache
-def leave_out_of_optimizers() -> None:
-    """From now on optimizers of torch take no `ParameterElsewhere`: a group has the parameters that are here."""
+def leave_out_of_optimizers() -> "WeakSet[torch.optim.Optimizer]":
+    """From now on optimizers of torch take no `ParameterElsewhere`: a group has the parameters that are here. The
+    optimizers that were given parameters since.
+    """
     add: Callable[..., None] = torch.optim.Optimizer.add_param_group
+    optimizers = WeakSet[torch.optim.Optimizer]()
 
     @functools.wraps(add)
     def add_own(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         given = param_group.get("params") if isinstance(param_group, dict) else None
         if given is not None and not isinstance(given, (torch.Tensor, set)):
-            given = list(given)
-            own = [x for x in given if not isinstance(x[1] if isinstance(x, tuple) else x, ParameterElsewhere)]
-            param_group["params"] = own
+            param_group["params"] = given = list(given)
+            parameters = [x[1] if isinstance(x, tuple) else x for x in given]
+            _keep(param_group, [i for i, x in enumerate(parameters) if not isinstance(x, ParameterElsewhere)])
         elif isinstance(given, ParameterElsewhere):
             param_group["params"] = []
         add(self, param_group)
+        optimizers.add(self)
 
     torch.optim.Optimizer.add_param_group = add_own  # type: ignore[method-assign]  # torch has no hook for it
+    return optimizers
+
+
+def take_out_of_optimizers(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave `parameters`, which are elsewhere from now on, out of the optimizers that were made before."""
+    gone = {id(x) for x in parameters}
+    for optimizer in leave_out_of_optimizers():
+        for group in optimizer.param_groups:
+            _keep(group, [number for number, x in enumerate(group["params"]) if id(x) not in gone])
+
+
+def _keep(group: dict[str, Any], numbers: Sequence[int]) -> None:
+    """Leave the parameters of these numbers in a group of an optimizer, and their names, if it has them."""
+    for key in ("params", "param_names"):
+        if len(group.get(key, ())) > len(numbers):
+            group[key] = [group[key][number] for number in numbers]

@@ -32,6 +32,13 @@ class StageGradient(DTensor):
 
     __slots__ = ()
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> "StageGradient":  # type: ignore[override]
+        """Asked by torch.compile(optimizer.step), which takes tensors of this class apart and puts them together."""
+        made: Any = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = StageGradient
+        return made
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
