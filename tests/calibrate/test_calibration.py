@@ -76,7 +76,7 @@ def with_tell(folder: str, strike: str) -> None:
             raise ValueError("no luck today")
 
     try:
-        calibrate(effort=LEAST, stall_s=STALL_S, tell=tell)
+        calibrate(effort=LEAST, stall_s=STALL_S if strike == "stall" else 60.0, tell=tell)
     except AutoparError as error:
         path.write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
