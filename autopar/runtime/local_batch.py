@@ -68,6 +68,22 @@ class LocalBatch:
         own = self.layout([axis.name for axis in axes], extent=shape[0]) if x.ndim else (I,) * len(axes)
         return redistributed(x, shape, axes, own, layout)
 
+    def with_own_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows `x` that enter, with a gradient of the loss that this rank computes: a model gives that of the mean
+        of all ranks' losses (`leave`), of which it is this rank's share. Layers before the model, another compiled one
+        too, take the mean themselves. A loss of that gradient is the rank's own, too, of which the mean is taken.
+        """
+        own, fraction = x.view_as(x), self.fraction()
+
+        def of_own_loss(gradient: torch.Tensor) -> torch.Tensor:
+            found = gradient / fraction
+            if found.requires_grad:
+                found.register_hook(lambda second: second * fraction)
+            return found
+
+        own.register_hook(of_own_loss)
+        return own
+
     def whole(self, x: Any, move: Callable[[torch.Tensor], torch.Tensor], axes: Sequence[Axis]) -> Any:
         """All ranks' parts of an argument, if it has parts. `move`: to the mesh's device."""
         is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)

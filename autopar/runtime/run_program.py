@@ -15,6 +15,7 @@ from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
 from autopar.runtime.interop.compiled_after import check_not_traced
 from autopar.runtime.interop.output_hooks import refuse_hooks
+from autopar.runtime.interop.plain_layers import note_backward
 from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
@@ -82,6 +83,8 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
         name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
     }
     own = _fetched(loaded) if torch.compiler.is_compiling() else loaded
+    if parts is not None and torch.is_grad_enabled():
+        by_name = {name: _with_own_gradient(x, loaded, parts) for name, x in by_name.items()}
     with peers_alive(), autocast_off(loaded.mesh.device_type):
         flat = loaded.function(own, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items()))
     outputs = [
@@ -90,6 +93,8 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
         else _leave(x, loaded.graph.outputs[i], layout, loaded, is_whole=is_whole)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
     ]
+    if parts is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        note_backward([outputs[number] for number in loaded.rows], loaded.mesh)
     for number in loaded.copied if torch.is_grad_enabled() else ():
         refuse_hooks(outputs[number])
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
@@ -122,6 +127,17 @@ def check_no_transform() -> None:
             " torch.autograd.functional.jacobian, or apply torch.func inside forward, or to the model before"
             " autopar.compile"
         )
+
+
+def _with_own_gradient(x: torch.Tensor, loaded: Loaded, parts: LocalBatch) -> torch.Tensor:
+    """The argument `x`, which gets the gradient of the rank's own loss if it is of one, or if layers before get it."""
+    outputs = [value.needs_grad and i not in loaded.rows for i, value in enumerate(loaded.graph.outputs)]
+    if not x.requires_grad or isinstance(x, DTensor) or not x.ndim or (x.is_leaf and any(outputs)):
+        return x
+    own = parts.with_own_gradient(x)
+    if not torch.compiler.is_compiling():
+        note_backward([own], loaded.mesh)
+    return own
 
 
 def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:

@@ -31,9 +31,18 @@ def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.opti
     """
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer, "_autopar_step") or hasattr(optimizer.step, _MARK):
         return
-    if not any(isinstance(x, DTensor) for group in optimizer.param_groups for x in group["params"]):
+    if not _has_dtensors(optimizer):
         return
     optimizer.step = MethodType(_on_parts(optimizer.step, before), optimizer)
+
+
+def is_on_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is within a step on parts, which it has in place of its DTensors."""
+    return hasattr(optimizer.step, _MARK) and not _has_dtensors(optimizer)
+
+
+def _has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(x, DTensor) for group in optimizer.param_groups for x in group["params"])
 
 
 def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:

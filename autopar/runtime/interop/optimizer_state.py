@@ -16,6 +16,7 @@ from autopar.runtime.checks.saved_parts import check_saved_here
 from autopar.runtime.interop.full_state import all_called, plain_copy
 from autopar.runtime.interop.local_step import step_on_parts
 from autopar.runtime.interop.optimizer_stages import whole_optimizer_state
+from autopar.runtime.interop.plain_layers import check_plain_layers
 from autopar.runtime.module_runtime import Runtime
 from autopar.runtime.rank_agreement import is_first
 from autopar.torch_compat import pytree
@@ -54,7 +55,8 @@ class FullOptimizerState(nn.Module):
 @functools.cache
 def cut_loaded_state() -> None:
     """From now on each optimizer of the process that was given whole state has its parts before its next step, which
-    is on parts if it can be, and Adafactor over weights in parts is refused, and SparseAdam.
+    is on parts if it can be; Adafactor over weights in parts is refused, SparseAdam, and gradients of layers outside of
+    a compiled model that differ between its ranks.
     """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
@@ -66,13 +68,17 @@ def cut_loaded_state() -> None:
                     if isinstance(parameter, DTensor) and parameter in optimizer.state:
                         optimizer.state[parameter] = _in_parts(parameter, optimizer.state[parameter])
 
+    def before_update(optimizer: torch.optim.Optimizer) -> None:
+        check_plain_layers(optimizer)
+        cut(optimizer)
+
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, torch.optim.Adafactor):
             _check_whole(optimizer)
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(optimizer)
-        step_on_parts(optimizer, cut)
-        cut(optimizer)
+        step_on_parts(optimizer, before_update)
+        before_update(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
 
