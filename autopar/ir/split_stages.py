@@ -47,7 +47,7 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
         for op in graph.ops[start:stop]
         for v in op.outputs
     }
-    remade = _made_of_arguments(graph)
+    remade = made_of_arguments(graph)
     again = [at for at, op in enumerate(graph.ops) if remade.issuperset(value.name for value in op.outputs)]
     blocks = [_block(graph, made, remade, again, span, index) for index, span in enumerate(pairwise(bounds))]
     readers = _readers(graph, blocks, made)
@@ -76,7 +76,7 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
 
 def _narrow_points(graph: Graph) -> Iterator[int]:
     """Positions of ops before which one tensor crosses, and behind which a product comes before the next of these."""
-    numbers = _crossing(graph, lambda _: 1)
+    numbers = crossing_numbers(graph)
     narrow = [at for at in range(1, len(graph.ops)) if numbers[at] == 1]
     for start, end in pairwise([*narrow, len(graph.ops)]):
         if any(facts_of(op.target).product for op in graph.ops[start:end]):
@@ -88,9 +88,14 @@ def crossing_bytes(graph: Graph) -> list[int]:
     return _crossing(graph, lambda value: value.num_bytes)
 
 
+def crossing_numbers(graph: Graph) -> list[int]:
+    """For each op the number of boundary tensors that cross a cut before it."""
+    return _crossing(graph, lambda _: 1)
+
+
 def _crossing(graph: Graph, weigh: Callable[[Value], int]) -> list[int]:
     """For each op, and the end, the sum of the weights of the boundary tensors that cross a cut before it."""
-    remade, last = _made_of_arguments(graph), dict[str, int]()
+    remade, last = made_of_arguments(graph), dict[str, int]()
     for at, op in enumerate(graph.ops):
         last.update((value.name, at) for value in op.inputs)
     last.update((value.name, len(graph.ops)) for value in graph.outputs if isinstance(value, Value))
@@ -118,7 +123,7 @@ def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
     return bounds
 
 
-def _made_of_arguments(graph: Graph) -> frozenset[str]:
+def made_of_arguments(graph: Graph) -> frozenset[str]:
     """Names of values that follow from arguments, constants and
     unwritten buffers, without gradient or random numbers.
     """

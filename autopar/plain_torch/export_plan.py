@@ -1,8 +1,10 @@
 """`export`: a plan as a Python file that needs torch alone, read back and priced as hand-written functions are."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -10,7 +12,9 @@ from torch import nn
 from autopar.answers.compare_plans import ChangedRow, compare
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
-from autopar.plain_torch.run_layout import ExampleRun, fitted, namespace_of
+from autopar.plain_torch.export_stages import in_stages
+from autopar.plain_torch.module_calls import ExampleRun
+from autopar.plain_torch.run_layout import fitted, namespace_of
 from autopar.plain_torch.torch_layout import TorchLayout, near
 from autopar.plain_torch.write_torch import write_torch
 from autopar.planner.handwritten.function_plan import WrittenPlan, function_plan
@@ -46,6 +50,16 @@ class Exported:
             + ("." if abs(share) <= ALIKE else ", for what differs below.")
         )
 
+    @cached_property
+    def differences(self) -> tuple[str, ...]:
+        """The decisions of the plan that the file has otherwise, with what each costs a step, largest first."""
+        return tuple(map(_told, self.rows))
+
+    @cached_property
+    def rows(self) -> Sequence[ChangedRow]:
+        """The decisions that differ."""
+        return compare(self.plan, self.priced).rows if self.plan.step_s else ()
+
 
 def export(
     plan: AnyPlan,
@@ -54,7 +68,8 @@ def export(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write the file at `path`, with `parallelize(model, mesh)` in calls of torch alone.
+    """Write the file at `path`, with `parallelize(model, mesh)` in calls of torch alone, of a plan with stages with
+    `pipeline(model, mesh, loss_fn)`.
 
     `args`, `kwargs`: the batch for which `plan` was made. What torch cannot express is the nearest that it can, as
     comments in the file say, with prices. PlanError, without a file, if no plan of torch's calls is near.
@@ -66,20 +81,18 @@ def export(
 
 def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
     """The content of the file that `export` writes."""
-    if isinstance(plan, StagedPlan):
-        raise PlanError(
-            f"a plan in stages or microbatches ({plan.schedule}) cannot be exported yet; plan with --microbatches 1"
-        )
-    plans = (plan,)
+    plans = plan.stages if isinstance(plan, StagedPlan) else (plan,)
     bare = skeleton(model)
     trial = ExampleRun(bare, tuple(args), kwargs, [each.graph for each in plans])
+    stages = in_stages(plan, trial) if isinstance(plan, StagedPlan) else None
+    text = stages.text if stages else ""
     reasons: list[str] = []
     found: list[tuple[TorchLayout, AnyPlan, tuple[str, ...]]] = []
     for layout in near(plans, bare):
         try:
-            _check_rows(layout, plans[0])
+            _check_rows(layout, plan)
             layout, reason = fitted(layout, trial)
-            priced, remarks = read_back(write_torch(layout, bare), plan, bare)
+            priced, remarks = read_back(write_torch(layout, bare, stages=text), stages.plan if stages else plan, bare)
         except PlanError as error:
             where = ", ".join(layout.names(layout.tensor_axes)) or "no axis"
             reasons.append(f"Tensors split on {where} were tried: {error}")
@@ -91,9 +104,9 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
             + "; ".join(reasons)
         )
     layout, priced, remarks = min(found, key=lambda one: _distance(plan, one[1]))
-    remarks = (*remarks, *_too_large(priced), *reasons)
+    remarks = (*(stages.remarks if stages else ()), *remarks, *_too_large(priced), *reasons)
     made = Exported("", plan, priced, remarks)
-    return replace(made, text=write_torch(layout, bare, _notes(made)))
+    return replace(made, text=write_torch(layout, bare, _notes(made), text))
 
 
 def read_back(text: str, plan: AnyPlan, model: nn.Module) -> tuple[AnyPlan, tuple[str, ...]]:
@@ -117,14 +130,14 @@ def _distance(plan: AnyPlan, other: AnyPlan) -> tuple[bool, int, float]:
     return max(other.memory_bytes) > plan.memory_limit_bytes, -compare(plan, other).num_same, other.step_s
 
 
-def _check_rows(layout: TorchLayout, plan: Plan) -> None:
+def _check_rows(layout: TorchLayout, plan: AnyPlan) -> None:
     """PlanError if the ranks that split the batch do not divide it: torch gives each its own rows."""
-    ranks = 1
-    for axis in layout.data_axes:
-        ranks *= layout.mesh.shape[axis]
+    ranks = math.prod(layout.mesh.shape[axis] for axis in layout.data_axes)
+    number = plan.schedule.num_microbatches if isinstance(plan, StagedPlan) else 1
     for item in batch_arguments(plan.graph):
-        if item.value.shape[0] % ranks:
-            raise PlanError(f"{ranks} ranks do not divide the {item.value.shape[0]} rows of {item.fqn}")
+        if item.value.shape[0] % (ranks * number):
+            among = f" in {number} microbatches" if number > 1 else ""
+            raise PlanError(f"{ranks} ranks do not divide the {item.value.shape[0]} rows of {item.fqn}{among}")
 
 
 def _too_large(priced: AnyPlan) -> list[str]:
@@ -137,27 +150,26 @@ def _too_large(priced: AnyPlan) -> list[str]:
 
 def _notes(exported: Exported) -> list[str]:
     plan = exported.plan
-    rows = compare(plan, exported.priced).rows if plan.step_s else ()
     notes = [
         f"Plain PyTorch for mesh {plan.mesh}, written by autopar, which it does not need.",
         f"Cluster {plan.cluster.name}, optimizer {plan.training.described}. {exported.summary}",
     ]
     notes += list(exported.remarks)
-    if rows:
+    if exported.differences:
         notes.append(
             "What differs from the plan, largest first (layouts by mesh axis: S(d) split, B whole, P pending sum):"
         )
-        notes += [_row(row) for row in rows[:_MOST_ROWS]]
-        rest = rows[_MOST_ROWS:]
+        notes += [f"- {told}" for told in exported.differences[:_MOST_ROWS]]
+        rest = exported.rows[_MOST_ROWS:]
         if rest:
             notes.append(f"- {len(rest)} more: {_signed(sum(row.change_s for row in rest))} together")
     return notes
 
 
-def _row(row: ChangedRow) -> str:
+def _told(row: ChangedRow) -> str:
     copies = f" x {len(row.copies)}" if len(row.copies) > 1 else ""
     return (
-        f"- {row.name}{copies}: {row.before or 'none'} in the plan, {row.after or 'none'} here, {_signed(row.change_s)}"
+        f"{row.name}{copies}: {row.before or 'none'} in the plan, {row.after or 'none'} here, {_signed(row.change_s)}"
     )
 
 

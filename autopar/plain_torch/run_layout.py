@@ -1,8 +1,8 @@
 """`fitted`: a layout of which the model's own code runs on a rank's part of the heads, tried without ranks."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,25 +11,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import PlanError
-from autopar.ir.export.meta_copy import skeleton
-from autopar.ir.graph import Graph
 from autopar.ir.op_facts import ATTENTION, family
+from autopar.plain_torch.module_calls import ExampleRun, Shape, fake_call
 from autopar.plain_torch.torch_layout import COLUMNS, GATHERED, TABLE, TorchLayout
 from autopar.plain_torch.write_torch import write_torch
 from autopar.planner.handwritten.fake_ranks import fake_ranks
-from autopar.torch_compat import FakeTensorMode, pytree
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ExampleRun:
-    """A model with an example batch, to try layouts on; `graphs`: of its stages, or of the whole."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    graphs: Sequence[Graph]
 
 
 def namespace_of(text: str) -> dict[str, Any]:
@@ -135,15 +121,14 @@ class AttentionShapes(TorchFunctionMode):
 
 def _attention_shapes(example: ExampleRun, parallel: Any) -> list[tuple[str, Shape]] | str:
     """The shapes in order, of one device or under (`parallelize`, layout); the error of a run that fails."""
-    model = skeleton(example.model)
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch logs the errors of fake tensors, which are expected here
     try:
         if parallel is None:
-            return _run(model, example)
+            return _run(example)
         parallelize, layout = parallel
         with fake_ranks(layout.mesh) as devices:
-            return _run(model, example, lambda made: parallelize(made, devices))
+            return _run(example, lambda made: parallelize(made, devices))
     except PlanError:
         raise
     except Exception as error:  # whatever the model's code raises on parts
@@ -152,17 +137,16 @@ def _attention_shapes(example: ExampleRun, parallel: Any) -> list[tuple[str, Sha
         logging.disable(disabled)
 
 
-def _run(model: nn.Module, example: ExampleRun, change: Any = lambda made: made) -> list[tuple[str, Shape]]:
+def _run(example: ExampleRun, change: Any = lambda made: made) -> list[tuple[str, Shape]]:
     running: list[str] = [""]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
+
+    def watched(model: nn.Module) -> nn.Module:
         model = change(model)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.pop() and None)
-        fake = pytree.tree_map_only(
-            torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), (tuple(example.args), dict(example.kwargs))
-        )
-        with AttentionShapes(running) as seen:
-            model(*fake[0], **fake[1])
+        return model
+
+    with AttentionShapes(running) as seen:
+        fake_call(example, watched)
     return seen.shapes

@@ -63,7 +63,7 @@ def near(plans: Sequence[Plan], model: nn.Module) -> Iterator[TorchLayout]:
         styles: dict[str, str] = {}
         for plan, structure in zip(plans, structures):
             styles |= split_modules(plan, structure, tensor, model)
-        ties = tuple(_ties(plans, styles, model))
+        ties = tuple(dict.fromkeys(_ties(plans, styles, model)))
         if bool(styles) != bool(tensor):
             continue
         data = tuple(axis for axis in axes if axis not in tensor)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from autopar.ir.print_graph import printable
-from autopar.plain_torch.block_stacks import by_block, expression, members, wrapped
+from autopar.plain_torch.block_stacks import BlockStack, by_block, expression, members, wrapped
 from autopar.plain_torch.torch_layout import COLUMNS, GATHERED, ROWS, TABLE, TorchLayout, is_conv1d
+from autopar.plain_torch.write_stages import part_functions
 from autopar.torch_compat import CheckpointWrapper
 
 _STYLES = {
@@ -56,30 +57,43 @@ _PLACES = {
 WIDTH = 116
 
 
-def write_torch(layout: TorchLayout, model: nn.Module, notes: Iterable[str] = (), extra: str = "") -> str:
+def write_torch(layout: TorchLayout, model: nn.Module, notes: Iterable[str] = (), stages: str = "") -> str:
     """The text of a file with `parallelize(model, mesh)`; `notes`: paragraphs at its beginning, as comments.
 
-    `extra`: further functions. Text that comes from the model or the plan is in comments of one line, or quoted.
+    `stages`: `stages_text`, with which `parallelize` is that of a stage. Text that comes from the model or the plan is
+    in comments of one line, or quoted.
     """
-    parts = [_split_tensors(layout, model), _recompute(layout), _split_batch(layout, model), _parallelize(layout)]
+    is_part = bool(stages)
+    parts = [
+        _split_tensors(layout, model, is_part),
+        _recompute(layout, is_part),
+        _split_batch(layout, model, is_part),
+        _parallelize(layout, is_part),
+    ]
     body = "\n\n\n".join(part for part in parts if part)
     kinds = [k for k in _PLACES if f"{k}Conv1D(" in body]
     classes = "\n".join(_CONV1D.format(kind=kind, **_PLACES[kind]) for kind in kinds)
     head = "\n".join(f"# {line}".rstrip() for note in notes for line in wrapped(printable(note), WIDTH))
-    text = "\n\n\n".join(part.strip("\n") for part in (classes, body, extra) if part.strip())
-    return f"{head}\n\n{_imports(text)}\n\n{_axes(layout)}\n\n\n{text}\n"
+    text = "\n\n\n".join(part.strip("\n") for part in (classes, body) if part.strip())
+    tables, _, functions = stages.partition("\n\n\n")
+    axes = "\n".join(part for part in (_axes(layout, is_part), tables) if part)
+    text = "\n\n\n".join(part for part in (text, *part_functions(text), functions) if part)
+    return f"{head}\n\n{_imports(text)}\n\n{axes}\n\n\n{text}\n"
 
 
-def _axes(layout: TorchLayout) -> str:
+def _axes(layout: TorchLayout, is_part: bool) -> str:
     lines = [
         f"AXES = {tuple(layout.mesh.axis_names)!r}  # of the mesh",
         f"BATCH_AXES = {layout.names(layout.data_axes)!r}  # their ranks take rows of their own, all others the same",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines[is_part:])  # a pipeline's mesh has an axis more
 
 
 def _imports(text: str) -> str:
-    lines = []
+    lines = ["import copy"] * ("copy." in text) + ["import glob"] * ("glob." in text)
+    if "Callable" in text:
+        lines.append("from collections.abc import Callable")
+    lines += [""] * bool(lines)
     if "\nimport torch" not in text and "torch." in text.replace("torch.distributed.", ""):
         lines.append("import torch")
     if "dist." in text:
@@ -92,7 +106,7 @@ def _imports(text: str) -> str:
     return "\n".join(lines)
 
 
-def _split_tensors(layout: TorchLayout, model: nn.Module) -> str:
+def _split_tensors(layout: TorchLayout, model: nn.Module, is_part: bool) -> str:
     if not layout.tensor_axes:
         return ""
     lines = [
@@ -102,10 +116,10 @@ def _split_tensors(layout: TorchLayout, model: nn.Module) -> str:
     texts = {name: _style(style, model.get_submodule(name)) for name, style in layout.styles.items()}
     outside, runs = by_block(texts, layout.stacks)
     if outside:
-        lines += _table("model", outside, "    ")
+        lines += _table("model", outside, "    ", is_part)
     for stack, numbers, inside in runs:
-        lines += [f"    for block in {members('model', stack, numbers)}:", *_table("block", inside, "        ")]
-    lines += _divided(layout)
+        lines += [f"    for block in {_blocks(stack, numbers, is_part)}:", *_table("block", inside, "        ")]
+    lines += _divided(layout, is_part)
     if any(getattr(module, "inplace", False) is True for module in model.modules()):
         lines += [
             "    for module in model.modules():",
@@ -115,16 +129,32 @@ def _split_tensors(layout: TorchLayout, model: nn.Module) -> str:
     for first, second in layout.ties:
         paths = [name.rpartition(".")[::2] for name in (first, second)]
         (one, attribute), (other, same) = ((expression("model", path), name) for path, name in paths)
-        lines.append(f"    {other}.{same} = {one}.{attribute}  # one parameter with two names")
+        indent = "    "
+        if is_part:
+            here = " and ".join(f"is_here(model, {path!r})" for path, _ in paths)
+            lines.append(f"    if {here}:")
+            indent += "    "
+        lines.append(f"{indent}{other}.{same} = {one}.{attribute}  # one parameter with two names")
     return "\n".join(lines)
 
 
-def _divided(layout: TorchLayout) -> Iterator[str]:
+def _blocks(stack: BlockStack, numbers: range, is_part: bool) -> str:
+    """The expression of some blocks of a stack, of which a stage has only its own."""
+    if not is_part:
+        return members("model", stack, numbers)
+    span = f"{numbers.start}, {numbers.stop}" if numbers.start else f"{numbers.stop}"
+    return f"blocks_here(model, {stack.path!r}, range({span}))"
+
+
+def _divided(layout: TorchLayout, is_part: bool) -> Iterator[str]:
     outside, runs = by_block(layout.divided, layout.stacks)
     for name, attributes in outside.items():
-        yield from (f"    {expression('model', name)}.{one} //= mesh.size()  # this rank's" for one in attributes)
+        if is_part:
+            yield f"    if is_here(model, {name!r}):"
+        indent = "    " * (1 + is_part)
+        yield from (f"{indent}{expression('model', name)}.{one} //= mesh.size()  # this rank's" for one in attributes)
     for stack, numbers, inside in runs:
-        yield f"    for block in {members('model', stack, numbers)}:"
+        yield f"    for block in {_blocks(stack, numbers, is_part)}:"
         for name, attributes in inside.items():
             yield from (
                 f"        {expression('block', name)}.{one} //= mesh.size()  # this rank's" for one in attributes
@@ -135,13 +165,17 @@ def _style(style: str, module: nn.Module) -> str:
     return _STYLES[style].format("Conv1D" if is_conv1d(module) else "Parallel")
 
 
-def _table(root: str, styles: Mapping[str, str], indent: str) -> list[str]:
+def _table(root: str, styles: Mapping[str, str], indent: str, is_part: bool = False) -> list[str]:
     """A call of parallelize_module; its keys are patterns, so that names are escaped."""
-    rows = [f"{indent}    {glob.escape(name)!r}: {style}," for name, style in styles.items()]
-    return [f"{indent}styles = {{", *rows, f"{indent}}}", f"{indent}parallelize_module({root}, mesh, styles)"]
+    escape = (lambda name: name) if is_part else glob.escape
+    rows = [f"{indent}    {escape(name)!r}: {style}," for name, style in styles.items()]
+    given = "styles"
+    if is_part:
+        given = "styles_here(model, styles)"
+    return [f"{indent}styles = {{", *rows, f"{indent}}}", f"{indent}parallelize_module({root}, mesh, {given})"]
 
 
-def _recompute(layout: TorchLayout) -> str:
+def _recompute(layout: TorchLayout, is_part: bool) -> str:
     if not layout.recomputed:
         return ""
     _, runs = by_block(dict.fromkeys(layout.recomputed, True), layout.stacks)
@@ -152,14 +186,19 @@ def _recompute(layout: TorchLayout) -> str:
     for stack, numbers, _ in runs:
         blocks = expression("model", stack.path)
         span = f"{numbers.start}, {numbers.stop}" if numbers.start else f"{numbers.stop}"
-        lines += [
-            f"    for number in range({span}):",
-            f"        {blocks}[number] = checkpoint_wrapper({blocks}[number])",
-        ]
+        lines.append(f"    for number in range({span}):")
+        if is_part:
+            lines += [
+                f'        name = f"{stack.path}.{{number}}"',
+                "        if is_here(model, name):",
+                "            model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))",
+            ]
+        else:
+            lines.append(f"        {blocks}[number] = checkpoint_wrapper({blocks}[number])")
     return "\n".join(lines)
 
 
-def _split_batch(layout: TorchLayout, model: nn.Module) -> str:
+def _split_batch(layout: TorchLayout, model: nn.Module, is_part: bool) -> str:
     if not layout.data_axes:
         return ""
     head = ["def split_batch(model: nn.Module, mesh: DeviceMesh) -> nn.Module:"]
@@ -184,18 +223,20 @@ def _split_batch(layout: TorchLayout, model: nn.Module) -> str:
     freed = {name: name not in layout.kept for stack in layout.stacks for name in stack.names()}
     for stack, numbers, inside in by_block(freed, layout.stacks)[1]:
         lines += [
-            f"    for block in {members('model', stack, numbers)}:",
+            f"    for block in {_blocks(stack, numbers, is_part)}:",
             f"        fully_shard(block, mesh=mesh, reshard_after_forward={inside['']})",
         ]
     lines += [f"    fully_shard(model, mesh=mesh, reshard_after_forward={'' not in layout.kept})"]
     return "\n".join([*lines, "    return model"])
 
 
-def _parallelize(layout: TorchLayout) -> str:
+def _parallelize(layout: TorchLayout, is_part: bool) -> str:
     body = [
         "    if mesh.mesh_dim_names != AXES:",
         '        raise ValueError(f"expected a mesh with axes {AXES}, found {mesh.mesh_dim_names}")',
     ]
+    if is_part:  # `pipeline` has looked at the mesh
+        body = []
     if layout.tensor_axes:
         body.append(f"    split_tensors(model, {_mesh(layout, layout.tensor_axes, 'tensors')})")
     if layout.recomputed:
@@ -205,7 +246,8 @@ def _parallelize(layout: TorchLayout) -> str:
         where = f"mesh[{layout.names(layout.data_axes)!r}]" if is_hybrid else _mesh(layout, layout.data_axes, "data")
         body.append(f"    model = split_batch(model, {where})")
     head = "def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:"
-    doc = '    """Change `model`, on the device of this rank or on meta, and return the module to call."""'
+    what = "a stage, or the whole model" if is_part else "`model`, on the device of this rank or on meta"
+    doc = f'    """Change {what}, and return the module to call."""'
     return "\n".join([head, doc, *body, "    return model"])
 
 

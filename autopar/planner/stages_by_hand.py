@@ -231,7 +231,7 @@ def cut_blocks(blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_b
 def _even(blocks: Blocks, num_stages: int) -> tuple[int, ...] | None:
     """As many layers on each stage, what comes before the first and after the last with them."""
     layers = np.flatnonzero(blocks.is_recomputable)
-    if len(layers) % num_stages:
+    if not len(layers) or len(layers) % num_stages:
         return None
     return (0, *layers[len(layers) // num_stages :: len(layers) // num_stages].tolist())
 

@@ -7,6 +7,7 @@
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,33 @@ def exported(name: str, module: Any, mesh: DeviceMesh) -> list[float]:
         return x.chunk(number)[place] if isinstance(x, torch.Tensor) else x
 
     args, kwargs = tuple(map(own, case.args)), {key: own(x) for key, x in case.kwargs.items()}
-    model = module.parallelize(case.model, mesh)
     labels = case.loss.__closure__[0].cell_contents if case.loss.__closure__ else None
+    if hasattr(module, "pipeline"):
+        target = {} if labels is None else {"target": own(labels)}
+        loss_fn = None if labels is None else torch.nn.functional.cross_entropy
+        return in_stages(*module.pipeline(case.model, mesh, loss_fn), lambda step: step(*args, **target, **kwargs))
+    model = module.parallelize(case.model, mesh)
     loss_of = case.loss if labels is None else (lambda output: torch.nn.functional.cross_entropy(output, own(labels)))
     found = losses(model, lambda: loss_of(model(*args, **kwargs)))
     mean = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).tolist()
+
+
+def in_stages(parts: list[Any], step: Any, call: Callable[[Any], torch.Tensor | None]) -> list[float]:
+    """The losses of some steps of a pipeline, from the ranks of the last stage."""
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, foreach=False) for part in parts]
+    found = []
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = call(step)
+        for optimizer in optimizers:
+            optimizer.step()
+        total = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0], dtype=torch.float64)
+        dist.all_reduce(total)
+        found.append(float(total[0] / total[1]))
+    return found
 
 
 def loaded(path: str) -> Any:
@@ -85,6 +106,7 @@ def main() -> None:
             found["found"] = exported(case["model"], module, mesh)
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"[:1500]
+            traceback.print_exc()
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -4,15 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.trace_with_loss import trace_loss
 from autopar.mesh import Mesh, parse_mesh
 from autopar.plain_torch.export_plan import export
 from autopar.planner.handwritten.named_plan import named_plan
-from autopar.planner.request import ANYTHING
+from autopar.planner.request import ANYTHING, PlanRequest
+from autopar.planner.stages_by_hand import hand_plan_in_stages
+from autopar.plans.staged_plan import StagedPlan
 from tests.planner.cases import CPU, traced
 from tests.zoo import build
 
@@ -33,18 +39,49 @@ MANY = tuple(
 )
 
 
-def exported(name: str, mesh: Mesh, plan: str, path: Path) -> dict[str, Any]:
+# model, mesh, hand plan in stages, schedule, microbatches
+STAGES = (
+    ("gpt2", "pp=2,dp=2", "pp=2", "1f1b", 4),  # a tied parameter on two stages
+    ("llama", "pp=2,tp=2", "megatron:pp=2,tp=2", "gpipe", 2),
+    ("llama", "pp=2,dp=2", "zero3,pp=2", "1f1b", 2),
+    ("bert", "pp=2,tp=2", "megatron:pp=2,tp=2", "zero-bubble", 2),
+)
+MANY_STAGES = tuple(
+    (name, mesh, plan, "1f1b", 2)
+    for name in ("gpt2", "llama", "bert", "vit", "vgg13")
+    for mesh, plan in (
+        ("pp=2,dp=2", "pp=2"),
+        ("pp=2,dp=2", "zero2,pp=2"),
+        ("pp=2,dp=2", "zero3,pp=2"),
+        ("pp=2,tp=2", "megatron:pp=2,tp=2"),
+    )
+)
+
+
+def in_stages(name: str, mesh: Mesh, plan: str, schedule: str, num: int) -> StagedPlan:
+    case, request = build(name), PlanRequest(num_microbatches=num, schedule=schedule)
+    if not case.loss.__closure__:
+        return hand_plan_in_stages(plan, traced(name), mesh, CPU, request)
+    labels = case.loss.__closure__[0].cell_contents
+    graph = trace_loss(skeleton(case.model), F.cross_entropy, (*case.args, labels), case.kwargs)
+    return hand_plan_in_stages(plan, graph, mesh, CPU, request)
+
+
+def exported(name: str, mesh: Mesh, plan: str, path: Path, *schedule: Any) -> dict[str, Any]:
     case = build(name)
-    found = named_plan(plan, case.model, traced(name), mesh, CPU, ANYTHING)
+    if schedule:
+        found = in_stages(name, mesh, plan, *schedule)
+    else:
+        found = named_plan(plan, case.model, traced(name), mesh, CPU, ANYTHING)
     made = export(found, case.model, path, case.args, case.kwargs)
-    case_name = f"{name} {mesh} {plan}"
+    case_name = f"{name} {mesh} {plan} {schedule}"
     return {"name": case_name, "file": str(path), "model": name, "shape": mesh.shape, "summary": made.summary}
 
 
-def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """The losses of each case, of one run of four ranks."""
+def run(cases: list[dict[str, Any]], folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """The losses of each case, of one run of all ranks."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
     command += ["tests.plain_torch.run_exported", str(folder / "cases.json")]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=560
@@ -53,12 +90,12 @@ def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def check(cases: tuple[tuple[str, str, str], ...], folder: Path) -> None:
+def check(cases: Sequence[tuple[Any, ...]], folder: Path, num_ranks: int = 4) -> None:
     made = [
-        exported(name, parse_mesh(mesh), plan, folder / f"case_{number}.py")
-        for number, (name, mesh, plan) in enumerate(cases)
+        exported(name, parse_mesh(mesh), plan, folder / f"case_{number}.py", *schedule)
+        for number, (name, mesh, plan, *schedule) in enumerate(cases)
     ]
-    found = run(made, folder)
+    found = run(made, folder, num_ranks)
     assert len(found) == len(cases)
     wrong = [
         one
@@ -73,6 +110,16 @@ def check(cases: tuple[tuple[str, str, str], ...], folder: Path) -> None:
 @pytest.mark.multirank
 def test_files_train_as_one_device_without_autopar(tmp_path):
     check(FEW, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_in_stages_train_as_one_device_without_autopar(tmp_path):
+    check(STAGES, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_in_stages_of_all_models_train_as_one_device_without_autopar(tmp_path):
+    check(MANY_STAGES, tmp_path)
 
 
 @pytest.mark.multirank

@@ -11,6 +11,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import Folded, fold
+from autopar.ir.folding.segments import ends_apart, segmented
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
@@ -159,8 +160,11 @@ def _stored_of(item: Input, written: WrittenLayouts, function: HandFunction) -> 
 
 
 def _folded(graph: Graph, stored: Mapping[str, DTensorLayout]) -> Folded:
-    """The fold of the graph, or where copies of a layer are stored in several ways one with a class for each op."""
+    """The fold of the graph with the first and last copies of a repeat apart, as plans by name have it, or where copies
+    of a layer are stored in several ways one with a class for each op.
+    """
     folded = fold(graph)
+    folded = segmented(folded, graph, ends_apart(folded))
     by_class: dict[str, set[Layout]] = {}
     for item in graph.of_kind("parameter"):
         by_class.setdefault(folded.representative[item.value.name], set()).add(stored[item.fqn].layout)

@@ -22,28 +22,21 @@ def named_plan(text: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: C
     """The hand plan `text` of `model`, traced as `graph`, with the buckets of parameters that are fastest for it, as it
     is priced beside plans that are searched. PlanError if `text` is none on this mesh.
     """
-    return next(named_plans((text,), model, graph, mesh, cluster, request, are_ends_apart=False))
+    return next(named_plans((text,), model, graph, mesh, cluster, request))
 
 
 def named_plans(
-    texts: Iterable[str],
-    model: nn.Module,
-    graph: Graph,
-    mesh: Mesh,
-    cluster: Cluster,
-    request: PlanRequest,
-    *,
-    are_ends_apart: bool = True,
+    texts: Iterable[str], model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest
 ) -> Iterator[Plan]:
-    """The hand plan of each text; with the first and last copies of a block in buckets of their own, as a search has
-    them that compares its plan with hand plans, or as `named_plan` gives it.
+    """The hand plan of each text, with the first and last copies of a block in buckets of their own, as a search has
+    them that compares its plan with hand plans.
     """
     plans, request = {text: parse_hand_plan(text, mesh) for text in texts}, request.on(cluster)
     if not plans:
         return
     graph = request.training.reduced(graph)
     folded = fold(graph)
-    apart = segmented(folded, graph, ends_apart(folded)) if are_ends_apart else folded
+    apart = segmented(folded, graph, ends_apart(folded))
     problem = Setting(graph, mesh, cluster, request, Budget.of()).problem(apart)
     for text, plan in plans.items():
         styles = hf_styles(model) if plan.is_hf else NO_STYLES
