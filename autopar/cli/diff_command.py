@@ -36,19 +36,21 @@ def _diff(options: argparse.Namespace) -> int:
         raise AutoparError(f"--model: expected the model of both plans, or of A and of B, found {len(options.model)}")
     with status() as tell:
         tell("trace")
-        graphs = [_graph(target) for target in options.model]
+        graphs = [read_graph(target) for target in options.model]
         tell("read")
-        before, after = _read(options.before, graphs[0]), _read(options.after, graphs[-1])
+        before, after = read_plan(options.before, graphs[0]), read_plan(options.after, graphs[-1])
     found = compare(before, after, (options.before, options.after))
     print(json.dumps(found.as_json(), indent=1) if options.json else format_comparison(found))
     return 0
 
 
-def _graph(target: str) -> Graph:
+def read_graph(target: str) -> Graph:
+    """The traced model that `target` names."""
     example = load_target(target)
     return trace(skeleton(example.model), example.args, dict(example.kwargs))
 
 
-def _read(path: str, graph: Graph) -> Plan | StagedPlan:
+def read_plan(path: str, graph: Graph) -> Plan | StagedPlan:
+    """The plan of `graph` in a file, on its own mesh; PlanError if there is none."""
     text = read(path)
     return loads(text, graph, mesh_in(text))

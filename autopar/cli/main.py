@@ -20,6 +20,7 @@ from autopar.cli.hand_option import plan_by_hand, staged_by_hand, written_json, 
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
 from autopar.cli.page_option import write_plan_page
 from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
+from autopar.cli.replan_command import add_replan
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.emit import emit
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add_diff(
         commands.add_parser("diff", help="compare two plans: layouts, collectives, time and memory by term and op")
     )
+    add_replan(commands.add_parser("replan", help="a plan made anew for other devices, what moves, and when it pays"))
     exports = commands.add_parser("export", help="write a plan as a Python file that needs torch alone")
     _add_planning(exports, default_cluster="")
     add_export(exports)

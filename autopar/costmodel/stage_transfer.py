@@ -1,6 +1,6 @@
 """The links of p2p transfers between the stages of a pipeline."""
 
-from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import group_rate
 
 
@@ -20,5 +20,10 @@ def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float,
         reach *= level.size or num_ranks * num_devices
         if reach >= num_ranks * num_devices:
             break
+    return pair_rate(level)
+
+
+def pair_rate(level: LinkLevel) -> tuple[float, float]:
+    """(latency in seconds, bytes/s of one direction) between two devices that `level` joins."""
     rate = group_rate(level.group_rates, "p2p", 2)
     return level.latency_s + rate.base_latency_s, level.bandwidth_bytes_per_s * rate.bandwidth_share

@@ -7,20 +7,19 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.answers.replan import request_like
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
-from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.torch_compat import pytree
@@ -62,14 +61,8 @@ def plan_ahead(plan: Plan | StagedPlan, graph: Graph, meshes: Mapping[Path, Mesh
     started = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | hidden, **quiet)
     assert started.stdin is not None, "stdin is a pipe"
     with started.stdin as pipe:
-        pickle.dump((graph, plan.cluster, request_for(plan), missing), pipe)
+        pickle.dump((graph, plan.cluster, request_like(plan), missing), pipe)
     return started
-
-
-def request_for(plan: Plan | StagedPlan) -> PlanRequest:
-    """The planning options with which `plan` was made, as far as a plan for other devices shares them."""
-    training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
-    return PlanRequest(memory_limit_bytes=plan.memory_limit_bytes, training=training)
 
 
 def check_fewest(plan: Plan | StagedPlan, graph: Graph, meshes: Sequence[tuple[int, Mesh | Devices, Path]]) -> None:
@@ -77,7 +70,7 @@ def check_fewest(plan: Plan | StagedPlan, graph: Graph, meshes: Sequence[tuple[i
 
     `meshes`: (ranks, mesh, file), fewest ranks first, all fewer than those that there are, of which `plan` is.
     """
-    request, fewest, refused = request_for(plan), meshes[0][0], ""
+    request, fewest, refused = request_like(plan), meshes[0][0], ""
     for num_ranks, mesh, path in meshes:
         try:
             found = choose_plan(graph, mesh, plan.cluster, request, predict=rank_peaks)
