@@ -21,7 +21,7 @@ _NONE = -1  # no plain parameters, so that there is nothing to compare
 
 
 @dataclass
-class _Seen:
+class _ComparedGradients:
     """The state of the comparison.
 
     `mesh`: of the model through whose rows a gradient last went. `compared`: optimizer -> how many gradients of plain
@@ -33,8 +33,8 @@ class _Seen:
 
 
 @functools.cache
-def _seen() -> _Seen:
-    return _Seen()
+def _seen() -> _ComparedGradients:
+    return _ComparedGradients()
 
 
 def note_backward(rows: Iterable[Any], mesh: DeviceMesh) -> None:
