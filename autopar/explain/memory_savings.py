@@ -12,6 +12,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.assignment import NO_CHOICES
 from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import Order, as_array, ordered, step_s
 
 # Fields of an assignment that save memory where they are not empty, with what they decide.
 _DECISIONS = {
@@ -40,17 +41,28 @@ class MemorySaving:
 
 def memory_savings(plan: StagedPlan) -> Iterator[MemorySaving]:
     """The choices of each stage, then the number of microbatches; each is left out alone."""
+    order, whole_s = ordered(plan.schedule), plan.step_s  # which takes longer than to price a choice
     for number, stage in enumerate(plan.stages):
+        num_bytes = stage.costs.total_memory_bytes
         for choice, costs in costs_without(stage):
-            stages = (*plan.stages[:number], replace(stage, costs=costs), *plan.stages[number + 1 :])
-            step_s, num_bytes = replace(plan, stages=stages).step_s, stage.costs.total_memory_bytes
-            yield MemorySaving(str(number), choice, num_bytes, costs.total_memory_bytes, plan.step_s, step_s)
+            other_s = _step_s(plan, number, costs, order)
+            yield MemorySaving(str(number), choice, num_bytes, costs.total_memory_bytes, whole_s, other_s)
     num = plan.schedule.num_microbatches
     if num > 1:
         other = _in_one(plan)
         yield MemorySaving(
-            "all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), plan.step_s, other.step_s
+            "all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), whole_s, other.step_s
         )
+
+
+def _step_s(plan: StagedPlan, number: int, costs: Costs, order: Order) -> float:
+    """The step of the plan with other `costs` of stage `number`; `order`: that of its schedule."""
+    stage, times = plan.stages[number], [*plan.times]
+    forward_s, backward_s = (costs.microbatch_s(phase) for phase in ("forward", "backward"))
+    weight_s = times[number].weight_s  # of the same products
+    times[number] = replace(times[number], forward_s=forward_s, backward_s=backward_s - weight_s)
+    other = replace(plan, stages=(*plan.stages[:number], replace(stage, costs=costs), *plan.stages[number + 1 :]))
+    return float(step_s(order, as_array(times))) + max(sum(rank.values()) for rank in other.once_s)
 
 
 def costs_without(plan: Plan) -> Iterator[tuple[str, Costs]]:

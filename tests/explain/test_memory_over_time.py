@@ -14,8 +14,9 @@ from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.explain.explain_plan import plan_trace
 from autopar.explain.memory_over_time import memory_over_time
-from autopar.explain.memory_savings import memory_savings
+from autopar.explain.memory_savings import costs_without, memory_savings
 from autopar.explain.staged_text import format_staged, staged_json
+from autopar.schedule import simulate
 from autopar.schedule.timeline import format_counts
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved")
@@ -141,3 +142,17 @@ def test_the_least_memory_named_is_enough_and_less_is_not():
     assert max(planned(memory_limit_bytes=1.01 * least, **asked).memory_bytes) <= 1.01 * least
     with pytest.raises(InfeasibleError):
         planned(memory_limit_bytes=0.9 * least, **asked)
+
+
+def test_the_schedule_is_put_in_order_once_for_all_choices(monkeypatch: pytest.MonkeyPatch):
+    plan = planned("pp=2", batch=4096, schedule="1f1b", memory_limit_bytes=9.2e6)
+    assert plan.step_s > 0  # the plan's own timeline is kept
+    calls, original = [], simulate.generations
+    monkeypatch.setattr(simulate, "generations", lambda schedule: calls.append(schedule) or original(schedule))
+    found = [one for one in memory_savings(plan) if one.where != "all"]
+    assert found and calls.count(plan.schedule) == 1
+    for one in found:
+        stage = plan.stages[int(one.where)]
+        [costs] = [costs for choice, costs in costs_without(stage) if choice == one.choice]
+        stages = [replace(each, costs=costs) if each is stage else each for each in plan.stages]
+        assert one.step_s_without == replace(plan, stages=tuple(stages)).step_s
