@@ -32,7 +32,7 @@ from tests.runtime.random_graphs import Builder
 from tests.runtime.random_ops import FAMILIES
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH = 1000, 80
+NUM_EXAMPLES, NUM_FRESH = 1000, 1000
 ROLES = {
     "batch",
     "channel_groups",
@@ -64,6 +64,7 @@ def test_any_plan_computes_what_one_device_does_and_issues_what_is_priced() -> N
 
 
 def test_any_plan_that_nobody_drew_before() -> None:
+    """Of `make test-full`: whether a change lands is not left to chance."""
     pytest.importorskip("transformers.integrations.moe")
     first = SystemRandom().randrange(2**32)
     for seed in range(first, first + NUM_FRESH):
