@@ -88,7 +88,7 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
     text = stages.text if stages else ""
     reasons: list[str] = []
     found: list[tuple[TorchLayout, AnyPlan, tuple[str, ...]]] = []
-    for layout in near(plans, bare):
+    for layout in near(plans, bare, in_stages=stages is not None):
         try:
             _check_rows(layout, plan)
             layout, reason = fitted(layout, trial)

@@ -52,9 +52,10 @@ class TorchLayout:
         return tuple(self.mesh.axis_names[axis] for axis in axes)
 
 
-def near(plans: Sequence[Plan], model: nn.Module) -> Iterator[TorchLayout]:
+def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) -> Iterator[TorchLayout]:
     """The layouts near `plans`, those of the stages of `model`: for each choice of tensor axes what the plans split
-    there, with parameters stored as the plans store most of them.
+    there, with parameters stored as the plans store most of them. `in_stages`: without DistributedDataParallel, whose
+    reducer fails at the second step of torch's pipelines (2.13: "rebuilt parameter indices size is not same").
     """
     mesh, stacks = plans[0].mesh, stacks_of(model)
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
@@ -70,7 +71,7 @@ def near(plans: Sequence[Plan], model: nn.Module) -> Iterator[TorchLayout]:
         shard = _shard_axes(plans, data)
         blocks = [name for stack in stacks for name in stack.names()]
         again = tuple(name for name in blocks if any(_is_recomputed(plan, name) for plan in plans))
-        is_ddp = not shard and not tensor
+        is_ddp = not shard and not tensor and not in_stages
         is_known = shard == data or (len(data) == 2 and shard == data[-1:])  # fully_shard has one axis for each use
         sharded = shard if is_known else () if is_ddp else data
         kept = frozenset(name for name in (*blocks, "") if not _is_freed(plans, name, blocks, data))
