@@ -118,6 +118,7 @@ MEMBERS = {
     "_scaled_dot_product_efficient_attention": "fused kernels, of which only the private ops say what they keep",
     **{f"_scaled_dot_product_flash_attention{x}": "as above, and joins blocks by sums of rows" for x in _FLASH},
     "_amp_foreach_non_finite_check_and_unscale_": "the op by which GradScaler looks at all gradients at once",
+    "_foreach_norm": "the op by which clip_grad_norm_ looks at all gradients at once",
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
     "_schema": "argument names and aliases of an op",
