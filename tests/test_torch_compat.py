@@ -315,14 +315,14 @@ def test_ops_of_dtensors(tmp_path) -> None:
 
 
 def test_batch_norms_look_at_their_input() -> None:
-    nn.BatchNorm1d(3)._check_input_dim(torch.ones(2, 3))
     with pytest.raises(ValueError):
         nn.BatchNorm2d(3)._check_input_dim(torch.ones(2, 3))
 
 
-def test_the_op_of_grad_scaler() -> None:
-    schema = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default._schema
-    assert [argument.name for argument in schema.arguments] == ["self", "found_inf", "inv_scale"]
+def test_the_ops_that_look_at_all_gradients() -> None:
+    arguments = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default._schema.arguments
+    assert [one.name for one in arguments] == ["self", "found_inf", "inv_scale"]
+    assert torch.ops.aten._foreach_norm.Scalar([torch.ones(4)])[0] == 2.0
 
 
 def test_a_dtensor_made_of_a_layout() -> None:

@@ -18,31 +18,35 @@ def compiled() -> nn.Module:
     return autopar.compile(nn.Linear(4, 4), mesh, batch=("dp",), cluster="cpu")
 
 
-class Trainer:
-    """Reads what transformers' Trainer reads, from a frame that has its arguments."""
-
-    def __init__(self, model: nn.Module, args: Any) -> None:
-        self.is_parallel = getattr(model, "is_distributed_loading_by_transformers", False)
-
-
 class Accelerator:
     def __init__(self, backend: str) -> None:
         self.mixed_precision, self.native_amp = "no", False
         self.state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend))
 
 
+def read_in(module: str, body: str) -> Any:
+    """A function of the body that reads attributes as one of `module` does."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(f"def read(self, model, args=None):\n    return {body}", names)
+    return names["read"]
+
+
+def trainer(model: nn.Module, args: Any) -> bool:
+    """Read what transformers' Trainer reads as it is made, from a frame that has its arguments."""
+    read = read_in("transformers.trainer", "getattr(model, 'is_distributed_loading_by_transformers', False)")
+    return read(None, model, args)
+
+
 def prepare(accelerator: Accelerator, model: nn.Module) -> bool:
     """Read the attribute as a method of accelerate does, in its module."""
-    names: dict[str, Any] = {"__name__": "accelerate.accelerator"}
-    exec("def read(self, model):\n    return getattr(model, '_is_accelerate_prepared', False)", names)
-    return names["read"](accelerator, model)
+    return read_in("accelerate.accelerator", "getattr(model, '_is_accelerate_prepared', False)")(accelerator, model)
 
 
 def torch_compile_is_refused() -> None:
     model = compiled()
-    assert Trainer(model, SimpleNamespace(torch_compile=False)).is_parallel
+    assert trainer(model, SimpleNamespace(torch_compile=False))
     with pytest.raises(AutoparError, match=r"torch_compile=True\).*expected none.*torch_compile=False"):
-        Trainer(model, SimpleNamespace(torch_compile=True))
+        trainer(model, SimpleNamespace(torch_compile=True))
     assert prepare(Accelerator("NO"), model)
     with pytest.raises(AutoparError, match=r"dynamo_backend='INDUCTOR'\).*expected none.*dynamo_backend='no'"):
         prepare(Accelerator("INDUCTOR"), model)
