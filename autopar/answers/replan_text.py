@@ -94,7 +94,7 @@ def _paid(found: Replanned) -> str:
         return f"{step}, and {move}: take the plan that keeps the layouts."
     steps = math.ceil(found.paid_after_steps)
     return f"{step}, and {move}: " + (
-        f"that is paid after {steps} steps." if steps else "it is the better one at once."
+        f"that is paid after {steps} step{'s' * (steps > 1)}." if steps else "it is the better one at once."
     )
 
 
