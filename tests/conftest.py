@@ -38,17 +38,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
+_POOLS: list[Ranks] = []
+
+
+def pytest_runtest_setup() -> None:
+    """Start new ranks between two tests, not within one."""
+    for pool in _POOLS:
+        pool.replace_old()
+
+
+def _pool(num_ranks: int) -> Iterator[Ranks]:
+    ranks = Ranks(num_ranks)
+    _POOLS.append(ranks)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four gloo ranks; started at the first call."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    yield from _pool(4)
 
 
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[Ranks]:
     """Eight gloo ranks; started at the first call."""
-    ranks = Ranks(8)
-    yield ranks
-    ranks.stop()
+    yield from _pool(8)

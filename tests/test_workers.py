@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import workers
 from tests.workers import RankError, device_mesh
 
 pytestmark = pytest.mark.multirank
@@ -61,6 +62,13 @@ def test_a_rank_lost_amid_a_collective_costs_no_more_than_a_restart(ranks4, func
         ranks4.run(function, 1)
     assert ranks4.run(axis_sum, (2, 2), 1) == [1, 1, 5, 5]
     assert time.monotonic() - start < 30
+
+
+def test_ranks_that_have_had_many_calls_are_replaced(ranks4, monkeypatch):
+    before = ranks4.run(pid)
+    monkeypatch.setattr(workers, "MOST_CALLS", 1)
+    ranks4.replace_old()
+    assert not set(before) & set(ranks4.run(pid))
 
 
 def test_a_hang_is_reported(ranks4):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 START_S = 120.0
 ANSWER_S = 300.0  # no test takes as long, on a machine that does other things besides; ranks that do are stuck
 DIED = "the process died"
+MOST_CALLS = 60  # after which new ranks are started: after hours of tests in one process they were slow, or one died
 GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
 PRELOAD = [
@@ -58,6 +59,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._store = ""
+        self._num_calls = 0
         atexit.register(self.stop)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
@@ -69,12 +71,19 @@ class Ranks:
         payload = pickle.dumps((function, args))
         if not self._is_alive():
             self._start()
+        self._num_calls += 1
         for connection in self._connections:
             connection.send_bytes(payload)
         return self._collect(time.monotonic() + timeout_s)
 
+    def replace_old(self) -> None:
+        """End ranks that have had `MOST_CALLS` calls; the next call starts new ones."""
+        if self._num_calls >= MOST_CALLS:
+            self.stop()
+
     def stop(self) -> None:
         """End the ranks; only those this pool started."""
+        self._num_calls = 0
         for process in self._processes:
             process.kill()
         for process, connection in zip(self._processes, self._connections):
