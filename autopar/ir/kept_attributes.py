@@ -43,7 +43,7 @@ class _Reads:
 
 
 @dataclass(frozen=True)
-class _Attribute:
+class Attribute:
     """An attribute whose `value` is another after a forward; `tensors`: those it holds now and did not before.
 
     `was_there`: also before; `had_value`: and not None.
@@ -63,7 +63,7 @@ class _Attribute:
         return f"{self.fqn}.{self.name}".removeprefix(".")
 
 
-class _Snapshot:
+class Snapshot:
     """The attributes of all modules of a model before a forward, and of what it calls besides, containers and plain
     objects with their items, and hooks: transformers installs some in forward, and an attribute says that it has.
     """
@@ -82,7 +82,7 @@ class _Snapshot:
             self._before.append((fqn, owner, own, all_there, contents))
             self._items += [(items, items.copy()) for items in held.values()]
 
-    def changed(self) -> Iterator[_Attribute]:
+    def changed(self) -> Iterator[Attribute]:
         """The attributes that hold other tensors or numbers now."""
         for fqn, owner, _, before, contents in self._before:
             for name, x in (self._of_kind(type(owner)) | owner.__dict__).items():
@@ -94,7 +94,7 @@ class _Snapshot:
                 tensors = tuple(y for y in now if isinstance(y, torch.Tensor) and not any(y is z for z in given))
                 if tensors or (name in before and _numbers(now) != _numbers(given)):
                     value = x if items is None else copy.copy(x)
-                    yield _Attribute(owner, fqn, name, value, tensors, name in before, before.get(name) is not None)
+                    yield Attribute(owner, fqn, name, value, tensors, name in before, before.get(name) is not None)
 
     def _of_kind(self, kind: type) -> dict[str, Any]:
         """The attributes that the user's classes give all their instances: `calls = 0`, or a list."""
@@ -150,7 +150,7 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
     return program
 
 
-def _refusal(attribute: _Attribute) -> TraceError:
+def _refusal(attribute: Attribute) -> TraceError:
     if attribute.tensors and type(attribute.value) in _CONTAINERS:
         kind = type(attribute.value).__name__
         return TraceError(
@@ -171,15 +171,15 @@ def _exported(
     export: Export,
     reads: _Reads | None = None,
     *,
-    returned: tuple[_Attribute, ...] = (),
-    starting: tuple[_Attribute, ...] = (),
-) -> tuple[ExportedProgram, list[_Attribute]]:
+    returned: tuple[Attribute, ...] = (),
+    starting: tuple[Attribute, ...] = (),
+) -> tuple[ExportedProgram, list[Attribute]]:
     """The program and the attributes that the forward changed, which are restored.
 
     `returned`: attributes whose tensors the program returns besides; those that the forward reads are added to `reads`.
     `starting`: attributes that begin as the forward has left them before.
     """
-    snapshot, changed, reads = _Snapshot(model), list[_Attribute](), reads or _Reads()
+    snapshot, changed, reads = Snapshot(model), list[Attribute](), reads or _Reads()
 
     def note(module: nn.Module, args: Any, output: Any) -> Any:
         reads.is_over = True
@@ -272,7 +272,7 @@ def _leaves(x: Any) -> list[Any]:
     return [leaf for item in (x.values() if isinstance(x, dict) else x) for leaf in _leaves(item)]
 
 
-def _line_of(attribute: _Attribute) -> str:
+def _line_of(attribute: Attribute) -> str:
     """`model.py:41: ` of the last line that sets the attribute outside __init__, or ""."""
     writes = re.compile(rf"\b\w+\.{attribute.name}\b(\[.*\])?\s*([-+*/|]?=[^=]|\.(append|extend|insert|update)\()")
     for kind in type(attribute.owner).__mro__:

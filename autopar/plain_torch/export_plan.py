@@ -15,6 +15,7 @@ from autopar.ir.export.meta_copy import skeleton
 from autopar.plain_torch.export_stages import in_stages
 from autopar.plain_torch.module_calls import ExampleRun
 from autopar.plain_torch.run_layout import fitted, namespace_of
+from autopar.plain_torch.stage_values import check_stages
 from autopar.plain_torch.torch_layout import TorchLayout, near
 from autopar.plain_torch.write_torch import write_torch
 from autopar.planner.handwritten.function_plan import WrittenPlan, function_plan
@@ -106,7 +107,10 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
     layout, priced, remarks = min(found, key=lambda one: _distance(plan, one[1]))
     remarks = (*(stages.remarks if stages else ()), *remarks, *_too_large(priced), *reasons)
     made = Exported("", plan, priced, remarks)
-    return replace(made, text=write_torch(layout, bare, _notes(made), text))
+    made = replace(made, text=write_torch(layout, bare, _notes(made), text))
+    if stages:
+        check_stages(made.text, trial)
+    return made
 
 
 def read_back(text: str, plan: AnyPlan, model: nn.Module) -> tuple[AnyPlan, tuple[str, ...]]:

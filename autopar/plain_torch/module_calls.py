@@ -75,12 +75,16 @@ def fake_call(example: ExampleRun, change: Callable[[nn.Module], nn.Module]) -> 
     """Call what `change` makes of a copy of the model on the CPU, whose tensors have no contents, with the batch."""
     model = skeleton(example.model)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        model = change(model)
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), (tuple(example.args), dict(example.kwargs))
-        )
+        model = change(model.to_empty(device="cpu"))
+        args, kwargs = fake_batch(example)
         model(*args, **kwargs)
+
+
+def fake_batch(example: ExampleRun) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch on the CPU without contents; within a FakeTensorMode."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), (tuple(example.args), dict(example.kwargs))
+    )
 
 
 def _returned(output: Any, given: Shape | None) -> tuple[Returned, bool]:

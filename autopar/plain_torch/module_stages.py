@@ -130,6 +130,8 @@ class _Cutting:
             if not positions and next(child.parameters(), None) is None:
                 continue
             call, stage = self.calls.get(path), next(iter(stages), 0)
+            if call is not None and call.count > 1 and next(child.parameters(), None) is None:
+                continue  # other stages may call it on arguments, which each has
             is_run_later = stage < len(bounds) - 1 and call is not None
             is_called = call is not None or not list(child.children())
             can_stand = not is_run_later or (call is not None and call.is_plain)
