@@ -64,9 +64,9 @@ class Histories(EagerDispatchMode):
 
 
 @dataclass(frozen=True)
-class _Called:
-    """What a call of the model or of a stage gave and left: the first tensor of its output, (module, digest of its
-    first tensor) of each call of a module, and the attributes that hold something else now.
+class _StageCall:
+    """A call of the model or of a stage: the first tensor of its output, (module, digest of its first tensor) of each
+    call of a module, and the attributes that hold something else now.
     """
 
     output: torch.Tensor
@@ -102,7 +102,7 @@ def check_stages(text: str, example: ExampleRun) -> None:
         raise _refusal("the last stage would return something else than the model", whole.attributes)
 
 
-def _check_modules(stage: int, own: Sequence[str], found: _Called, whole: _Called) -> None:
+def _check_modules(stage: int, own: Sequence[str], found: _StageCall, whole: _StageCall) -> None:
     """PlanError if a module of the stage returns what none of the model returns."""
     expected = {digest for _, digest in whole.results}
     for name, digest in found.results:
@@ -121,7 +121,7 @@ def _refusal(what: str, attributes: Iterable[str]) -> PlanError:
     )
 
 
-def _called(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], histories: Histories) -> _Called:
+def _called(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], histories: Histories) -> _StageCall:
     attributes, results = Snapshot(model), list[tuple[str, str]]()
     for name, module in model.named_modules():
 
@@ -134,7 +134,7 @@ def _called(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], hi
     with histories:
         output = model(*args, **kwargs)
     first = output if isinstance(output, torch.Tensor) else output[0]
-    return _Called(first, tuple(results), frozenset(attribute.place for attribute in attributes.changed()))
+    return _StageCall(first, tuple(results), frozenset(attribute.place for attribute in attributes.changed()))
 
 
 def _batch(example: ExampleRun, histories: Histories) -> tuple[tuple[Any, ...], dict[str, Any]]:
