@@ -10,11 +10,11 @@ from torch import nn
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plain_torch.block_stacks import BlockStack, stacks_of
+from autopar.plain_torch.local_parts import LocalParts, follow_parts
 from autopar.planner.handwritten.hf_tp_plan import weights_of
 from autopar.planner.handwritten.propagate import is_kind
 from autopar.plans.plan import Plan
 from autopar.sbp.analysis.megatron_pairs import Structure, product_slots, structure_of
-from autopar.sbp.analysis.sequence_dim import follow_dims
 
 COLUMNS, GATHERED, ROWS, TABLE = "columns", "columns, gathered", "rows", "table"
 
@@ -28,7 +28,8 @@ class TorchLayout:
     (outputs split and gathered), ROWS (inputs split) or TABLE (the rows of a lookup). `kept`: blocks, and "" for all
     outside of blocks, of which gathered parameters stay until backward. `recomputed`: blocks whose activations are
     computed again. `divided`: FQN of a module -> its attributes that count heads or features, which a rank has a part
-    of. `ties`: pairs of FQNs of one parameter.
+    of. `ties`: pairs of FQNs of one parameter. `met`: FQN of a whole parameter that meets parts -> the modules that
+    give these; the terms of its gradient on the ranks of the tensor axes are summed.
     """
 
     mesh: Mesh
@@ -41,6 +42,17 @@ class TorchLayout:
     recomputed: tuple[str, ...] = ()
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ties: tuple[tuple[str, str], ...] = ()
+    met: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def summed(self) -> dict[str, tuple[str, ...]]:
+        """FQN of a module -> its parameters of which the gradients are summed."""
+        found: dict[str, tuple[str, ...]] = {}
+        for fqn, givers in sorted(self.met.items()):
+            if any(self.styles.get(giver) == COLUMNS for giver in givers):
+                module, _, name = fqn.rpartition(".")
+                found[module] = (*found.get(module, ()), name)
+        return found
 
     @property
     def num_tensor(self) -> int:
@@ -62,8 +74,11 @@ def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) ->
     structures = [structure_of(plan.graph) for plan in plans]
     for tensor in (some for count in range(len(axes) + 1) for some in combinations(axes, count)):
         styles: dict[str, str] = {}
+        met: dict[str, frozenset[str]] = {}
         for plan, structure in zip(plans, structures):
-            styles |= split_modules(plan, structure, tensor, model)
+            own, own_met = split_modules(plan, structure, tensor, model)
+            styles |= own
+            met |= own_met
         ties = tuple(dict.fromkeys(_ties(plans, styles, model)))
         if bool(styles) != bool(tensor):
             continue
@@ -75,13 +90,15 @@ def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) ->
         is_known = shard == data or (len(data) == 2 and shard == data[-1:])  # fully_shard has one axis for each use
         sharded = shard if is_known else () if is_ddp else data
         kept = frozenset(name for name in (*blocks, "") if not _is_freed(plans, name, blocks, data))
-        yield TorchLayout(mesh, stacks, data, sharded, tensor, styles, kept, again, {}, ties)
+        yield TorchLayout(mesh, stacks, data, sharded, tensor, styles, kept, again, {}, ties, met)
         if data and not (sharded == data and not kept):
-            yield TorchLayout(mesh, stacks, data, data, tensor, styles, frozenset(), again, {}, ties)
+            yield TorchLayout(mesh, stacks, data, data, tensor, styles, frozenset(), again, {}, ties, met)
 
 
-def split_modules(plan: Plan, structure: Structure, axes: tuple[int, ...], model: nn.Module) -> dict[str, str]:
-    """FQN -> style of each module whose weight the plan splits on all of `axes`, and torch can split."""
+def split_modules(
+    plan: Plan, structure: Structure, axes: tuple[int, ...], model: nn.Module
+) -> tuple[dict[str, str], dict[str, frozenset[str]]]:
+    """(FQN -> style of each module whose weight the plan splits on all of `axes`, and torch can split; `met`)."""
     graph = plan.graph
     weights, chosen, owners = weights_of(graph, structure), {}, {}
     for op in graph.ops:
@@ -93,39 +110,47 @@ def split_modules(plan: Plan, structure: Structure, axes: tuple[int, ...], model
             is_split = all(any(is_kind(k, op, s, slots) for k in ("column", "row")) for s in signatures)
             if is_split and (owner := _owner(op, weights[op.name], model)):
                 chosen[op.name], owners[op.name] = kind, owner
-    styles = {owners[name]: style for name, style in _paired(graph, structure, chosen).items()}
+    paired, met = _paired(graph, structure, chosen)
+    styles = {owners[name]: style for name, style in paired.items()}
     for op in graph.ops:
         if op.name in structure.vocabulary and axes:
             signatures = [plan.assignment.strategies[op.name].signatures[axis] for axis in axes]
             if all(is_kind("vocabulary", op, signature, None) for signature in signatures):
                 styles[op.module] = TABLE
-    return {name: style for name, style in styles.items() if style != TABLE or _is_table(model, name)}
+    styles = {name: style for name, style in styles.items() if style != TABLE or _is_table(model, name)}
+    return styles, {fqn: frozenset(owners[name] for name in names) for fqn, names in met.items()}
 
 
-def _paired(graph: Graph, structure: Structure, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Product -> style: rows of which all inputs are columns, and columns, gathered if no product follows.
+def _paired(
+    graph: Graph, structure: Structure, chosen: Mapping[str, str]
+) -> tuple[dict[str, str], Mapping[str, frozenset[str]]]:
+    """(product -> style: rows of which all inputs are columns, and columns, gathered if no product follows;
+    `LocalParts.met`).
 
-    The parts of columns must be parts of all that is between them and the row: of a fused projection, which is taken
-    apart there, they are not.
+    The model's code must compute with the parts of columns, and what the row reads be such a part: a fused projection,
+    which is taken apart before, has others.
     """
     sources, readers = _sources_and_readers(graph, structure)
     rows, columns = ({name for name, kind in chosen.items() if kind == wanted} for wanted in ("row", "column"))
-    ends = {op.name: op for op in graph.ops if op.name in chosen}
-    starts = {ends[name].outputs[0].name: len(ends[name].outputs[0].shape) - 1 for name in columns}
-    dims = follow_dims(graph, starts)
-    for name in list(rows):
-        slots = product_slots(ends[name], structure.from_parameters)
-        activation = ends[name].inputs[slots[0] if slots else 0]
-        if dims.get(activation.name) != len(activation.shape) - 1:
-            rows.discard(name)
-    while True:
+    parts, whole, alone = None, set[str](), set[str]()
+    while parts is None or whole or alone:
+        columns, rows = columns - whole, rows - alone
         whole = {name for name in columns if readers.get(name) and not readers[name] <= rows}
         alone = {name for name in rows if not sources[name] or not sources[name] <= columns}
         if not whole and not alone:
-            break
-        columns, rows = columns - whole, rows - alone
+            parts = follow_parts(graph, structure, {name for name in columns if readers.get(name)})
+            whole = parts.wrong & columns
+            alone = {name for name in rows if not _reads_part(graph, structure, name, parts)}
     kinds = dict.fromkeys(rows, ROWS) | {name: COLUMNS if readers.get(name) else GATHERED for name in columns}
-    return {name: kinds[name] for name in chosen if name in kinds}
+    return {name: kinds[name] for name in chosen if name in kinds}, parts.met
+
+
+def _reads_part(graph: Graph, structure: Structure, name: str, parts: LocalParts) -> bool:
+    """Whether each rank has its part of the last dim of a product's activation."""
+    op = graph.ops[graph.position[name]]
+    slots = product_slots(op, structure.from_parameters)
+    activation = op.inputs[slots[0] if slots else 0]
+    return parts.dims.get(activation.name) == len(activation.shape) - 1
 
 
 def _sources_and_readers(graph: Graph, structure: Structure) -> tuple[dict[str, set[str]], dict[str, set[str]]]:

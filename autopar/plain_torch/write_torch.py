@@ -50,6 +50,25 @@ class {kind}Conv1D({kind}Parallel):
 
         return distribute_module(module, device_mesh, split, before, after)
 '''
+_SUM = '''
+def sum_gradients_of(module: nn.Module, names: tuple[str, ...], mesh: DeviceMesh) -> None:
+    """Sum the gradients of parameters that meet this rank's part of heads or features: each rank has a term."""
+
+    def total(grad: torch.Tensor) -> torch.Tensor:
+        terms = grad.contiguous().clone()
+        dist.all_reduce(terms, group=mesh.get_group())
+        return terms
+
+    def before(module: nn.Module, args: tuple) -> None:
+        for name in names:
+            parameter = module.get_parameter(name)
+            if parameter.requires_grad and seen.get(name) is not parameter:  # fully_shard gives others to forward
+                parameter.register_hook(total)
+                seen[name] = parameter
+
+    seen: dict[str, nn.Parameter] = {}
+    module.register_forward_pre_hook(before)
+'''
 _PLACES = {
     "Colwise": {"weight": "Shard(1)", "bias": "Shard(0)", "given": "Replicate()"},
     "Rowwise": {"weight": "Shard(0)", "bias": "Replicate()", "given": "Shard(-1)"},
@@ -73,6 +92,7 @@ def write_torch(layout: TorchLayout, model: nn.Module, notes: Iterable[str] = ()
     body = "\n\n\n".join(part for part in parts if part)
     kinds = [k for k in _PLACES if f"{k}Conv1D(" in body]
     classes = "\n".join(_CONV1D.format(kind=kind, **_PLACES[kind]) for kind in kinds)
+    body = "\n\n\n".join([*([_SUM.strip("\n")] if layout.summed else []), body])
     head = "\n".join(f"# {line}".rstrip() for note in notes for line in wrapped(printable(note), WIDTH))
     text = "\n\n\n".join(part.strip("\n") for part in (classes, body) if part.strip())
     tables, _, functions = stages.partition("\n\n\n")
@@ -120,6 +140,7 @@ def _split_tensors(layout: TorchLayout, model: nn.Module, is_part: bool) -> str:
     for stack, numbers, inside in runs:
         lines += [f"    for block in {_blocks(stack, numbers, is_part)}:", *_table("block", inside, "        ")]
     lines += _divided(layout, is_part)
+    lines += _summed(layout, is_part)
     if any(getattr(module, "inplace", False) is True for module in model.modules()):
         lines += [
             "    for module in model.modules():",
@@ -159,6 +180,20 @@ def _divided(layout: TorchLayout, is_part: bool) -> Iterator[str]:
             yield from (
                 f"        {expression('block', name)}.{one} //= mesh.size()  # this rank's" for one in attributes
             )
+
+
+def _summed(layout: TorchLayout, is_part: bool) -> Iterator[str]:
+    outside, runs = by_block(layout.summed, layout.stacks)
+    for name, parameters in outside.items():
+        if is_part and name:
+            yield f"    if is_here(model, {name!r}):"
+        indent = "    " * (1 + (is_part and bool(name)))
+        yield f"{indent}sum_gradients_of({expression('model', name)}, {parameters!r}, mesh)"
+    for stack, numbers, inside in runs:
+        yield f"    for block in {_blocks(stack, numbers, is_part)}:"
+        yield from (
+            f"        sum_gradients_of({expression('block', name)}, {own!r}, mesh)" for name, own in inside.items()
+        )
 
 
 def _style(style: str, module: nn.Module) -> str:

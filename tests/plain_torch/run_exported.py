@@ -1,7 +1,7 @@
 """A program for torchrun: exported files train as one device does, where nothing of autopar can be imported.
 
 `python -m torch.distributed.run --nproc-per-node 4 -m tests.plain_torch.run_exported CASES.json`; the json is a list of
-{"file", "model" (of tests.zoo), "shape"}; it prints a line with the losses of both for each case.
+{"file", "model" (of tests.plain_torch.models), "shape"}; it prints a line with the losses of both for each case.
 """
 
 import importlib.util
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.zoo import Case, build
+from tests.plain_torch.models import build
+from tests.zoo import Case
 
 STEPS = 5
 

@@ -1,5 +1,6 @@
 """Exported files on real ranks that cannot import autopar, beside one device."""
 
+import functools
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 import torch.nn.functional as F
 
 from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
 from autopar.ir.trace_with_loss import trace_loss
 from autopar.mesh import Mesh, parse_mesh
 from autopar.plain_torch.export_plan import export
@@ -19,12 +22,16 @@ from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages
 from autopar.plans.staged_plan import StagedPlan
-from tests.planner.cases import CPU, traced
-from tests.zoo import build
+from tests.plain_torch.models import build
+from tests.planner.cases import CPU
 
 ROOT = Path(__file__).parents[2]
 # model, mesh, hand plan that is exported
-FEW = (("gpt2", "tp=4", "megatron"), ("llama", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3"))
+FEW = (
+    ("gpt2", "tp=4", "megatron"),
+    ("llama", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3"),
+    ("Qwen3", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3"),  # norms of heads meet parts
+)
 MANY = tuple(
     (name, mesh, plan)
     for name in ("gpt2", "llama", "bert", "vit", "vgg13")
@@ -57,6 +64,18 @@ MANY_STAGES = tuple(
         ("pp=2,tp=2", "megatron:pp=2,tp=2"),
     )
 )
+
+
+# What is between a split product and the next one: parameters of norms, a gate, a mean over parts.
+BETWEEN = tuple((name, "tp=4", "megatron") for name in ("Qwen3", "Olmo2", "gate", "scale", "norm")) + (
+    ("scale", "dp=2,tp=2", "megatron:dp=2,tp=2"),
+)
+
+
+@functools.cache
+def traced(name: str) -> Graph:
+    case = build(name)
+    return trace(skeleton(case.model), case.args, case.kwargs)
 
 
 def in_stages(name: str, mesh: Mesh, plan: str, schedule: str, num: int) -> StagedPlan:
@@ -111,6 +130,11 @@ def check(cases: Sequence[tuple[Any, ...]], folder: Path, num_ranks: int = 4) ->
 @pytest.mark.multirank
 def test_files_train_as_one_device_without_autopar(tmp_path):
     check(FEW, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_train_as_one_device_with_parameters_between_split_products(tmp_path):
+    check(BETWEEN, tmp_path)
 
 
 @pytest.mark.multirank
