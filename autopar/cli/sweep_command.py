@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import forkserver
 
 from autopar.answers.scaling import ScalingPoint, batch_of, format_points, point_of, points_csv, points_json
 from autopar.cli.interrupt import until_interrupt
@@ -108,10 +109,14 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.html:
         can_write(options.html, "--html")
     tasks = tuple(_tasks(options))
+    workers = _num_workers(tasks)
     with status() as tell:
         tell(f"trace {options.target}")
+        if workers > 1:  # imports torch while this process traces
+            multiprocessing.set_forkserver_preload([__name__])
+            forkserver.ensure_running()
         _graph(options.target, tasks[0].batch)  # an error of the target is told before all else
-        planned, ended = until_interrupt(_planned(tasks, tell), f"of {len(tasks)} points were planned")
+        planned, ended = until_interrupt(_planned(tasks, workers, tell), f"of {len(tasks)} points were planned")
     points = tuple(point for point, _ in planned)
     if options.html:
         write_page(options.html, sweep_page(f"{options.target} over devices", planned))
@@ -135,17 +140,18 @@ def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
                 )
 
 
-def _planned(tasks: Sequence[PointTask], tell: Callable[[str], None]) -> Iterator[Planned]:
+def _num_workers(tasks: Sequence[PointTask]) -> int:
+    cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
+    return min(len(tasks), cores or 1)
+
+
+def _planned(tasks: Sequence[PointTask], workers: int, tell: Callable[[str], None]) -> Iterator[Planned]:
     """The points, in order; several at a time where there are several cores."""
-    workers = min(
-        len(tasks), os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
-    )
     if workers == 1:
         for number, task in enumerate(tasks):
             tell(f"point {number + 1} of {len(tasks)}: {task.devices} devices of {task.cluster}")
             yield task.plan()
         return
-    multiprocessing.set_forkserver_preload([__name__])
     alone = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}  # Ctrl-C reaches them as well
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), **alone)
     try:

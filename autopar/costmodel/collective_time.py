@@ -225,8 +225,23 @@ def collective_time(
     cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0, is_copied: bool = False
 ) -> float:
     """Seconds of one collective; arguments as of `collective_times`."""
-    what = mesh.shape, collective.axes, collective.kind, np.float64(collective.num_bytes)
-    return float(collective_times(cluster, *what, latency_share=latency_share, is_copied=is_copied))
+    what = mesh.shape, collective.axes, collective.kind, collective.num_bytes
+    return seconds_of(cluster, *what, latency_share, is_copied)
+
+
+@lru_cache(maxsize=2**16)
+def seconds_of(
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    kind: str,
+    num_bytes: int,
+    latency_share: float = 1.0,
+    is_copied: bool = False,
+) -> float:
+    """`collective_times` of one number of bytes; plans ask for those of few, again and again."""
+    flags = {"latency_share": latency_share, "is_copied": is_copied}
+    return float(collective_times(cluster, mesh_shape, axes, kind, np.float64(num_bytes), **flags))
 
 
 def nested_sizes(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.collective_time import collective_times
+from autopar.costmodel.collective_time import seconds_of
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
@@ -129,15 +129,15 @@ def conversion_times(
 
     `latency_share`, `is_copied`: as of `collective_times`; `weigh`: the weight of a collective, 1 by default.
     """
-    shared = {"latency_share": latency_share, "is_copied": is_copied}
+    shared = latency_share, is_copied
     ways = recipe(sources, targets, mesh_shape)
     times = np.zeros(len(ways.kinds) + 1)  # the last stays 0, for the padding
     for position in ways.used:
         kind = ways.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_elements = math.prod(value.shape)
-            num_bytes = np.float64(kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize))
-            times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, **shared)
+            num_bytes = kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize)
+            times[position] = seconds_of(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, *shared)
             times[position] *= 1.0 if weigh is None else weigh(kind)
     found = times[ways.rows].sum(axis=-1)[ways.pattern]
     uneven = _uneven_recipe(value, sources, targets, mesh_shape)
@@ -145,8 +145,7 @@ def conversion_times(
         times = np.zeros(len(uneven.sent) + 1)
         for position, (kind, num_bytes) in enumerate(uneven.sent):
             if kind.phase == "forward" or value.needs_grad:
-                size = np.float64(num_bytes)
-                times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, size, **shared)
+                times[position] = seconds_of(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, *shared)
                 times[position] *= 1.0 if weigh is None else weigh(kind)
         found[uneven.pairs] = times[uneven.rows].sum(axis=-1)
     return found

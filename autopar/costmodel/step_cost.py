@@ -5,6 +5,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
@@ -16,7 +17,7 @@ from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import saved_by_op, waiting_bytes
 from autopar.costmodel.roofline import local_shapes, shapes_time
 from autopar.costmodel.training import Training
-from autopar.ir.graph import Graph, Op, call_key
+from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, Conversion, conversions
@@ -146,9 +147,9 @@ def _op_costs(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
     costs = {}
     for op in graph.ops:
         strategy = assignment.strategies[op.name]
-        key = call_key(op), id(strategy)
+        key = id(op.nameless), id(strategy)
         if key not in priced:
-            priced[key] = op_cost(op, strategy, mesh.shape, cluster)
+            priced[key] = op_cost(op.nameless, strategy, mesh.shape, cluster)
         costs[op.name] = priced[key]
     return costs
 
@@ -177,6 +178,7 @@ def _conversion_costs(
     return costs
 
 
+@lru_cache(maxsize=2**14)
 def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> OpCost:
     """The cost of `op` under `strategy`."""
     inputs, outputs = local_shapes(op, strategy, mesh_shape)

@@ -68,7 +68,7 @@ class Op:
             tuple(Value("", value.shape, value.dtype, value.needs_grad) for value in values)
             for values in (self.inputs, self.outputs)
         )
-        return replace(self, name="", module="", line="", inputs=inputs, outputs=outputs)
+        return _one_of_equals(replace(self, name="", module="", line="", inputs=inputs, outputs=outputs))
 
     @cached_property
     def _hash(self) -> int:
@@ -76,6 +76,23 @@ class Op:
 
     def __hash__(self) -> int:  # of an op that keys caches it is asked for again and again
         return self._hash
+
+    def once(self, function: Callable[["Op"], Result]) -> Result:
+        """`function` of this op, as `Graph.once`."""
+        known = self.__dict__.setdefault("_known", {})
+        if function not in known:
+            known[function] = function(self)
+        return known[function]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is computed from them, as a hash, may be another in another process."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@lru_cache(maxsize=4096)
+def _one_of_equals(op: Op) -> Op:
+    """The first op that equals `op`: caches find what is the same object sooner than what equals it."""
+    return op
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +141,9 @@ class Graph:
         if function not in known:
             known[function] = function(self)
         return known[function]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def position(self) -> Mapping[str, int]:

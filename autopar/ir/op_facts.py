@@ -193,6 +193,7 @@ PERMUTATIONS = _targets(
 _UNDECLARED_VIEWS = _targets("_unsafe_view.default type_as.default conj_physical.default") | {GUARDED}
 
 
+@lru_cache(maxsize=4096)
 def family(target: str) -> str:
     """The target without its overload.
 

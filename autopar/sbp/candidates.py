@@ -12,7 +12,7 @@ from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
 from autopar.sbp.op_signatures import SplitDim, discovery_of, extents_of, signatures_of
-from autopar.sbp.placement import I, Layout, S, is_convertible, is_even, num_parts
+from autopar.sbp.placement import I, KeyTuple, Layout, S, is_convertible, is_even, num_parts
 from autopar.sbp.rules import rule_of
 from autopar.sbp.rules.given import per_rules
 from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
@@ -94,7 +94,7 @@ def strategies_of(op: Op, mesh_shape: tuple[int, ...], extra: Extra = Extra()) -
     On axes of size 1 it is the only one.
     """
     per_axis = (_on_axis(op, axis, size, extra) for axis, size in enumerate(mesh_shape))
-    return tuple(_valid(op, itertools.product(*per_axis), mesh_shape, extra))
+    return KeyTuple(_valid(op, itertools.product(*per_axis), mesh_shape, extra))
 
 
 @per_rules
@@ -114,7 +114,7 @@ def neighbours_of(
     changes = itertools.combinations(range(len(mesh_shape)), num_changed)
     offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
     combinations = dict.fromkeys(changed for choices in offered for changed in itertools.product(*choices))
-    return tuple(_valid(op, combinations, mesh_shape, extra))
+    return KeyTuple(_valid(op, combinations, mesh_shape, extra))
 
 
 @per_rules

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,6 +75,21 @@ def parse_shares(text: str) -> tuple[int, ...]:
 P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is the field's letter
 
 Layout = tuple[Placement, ...]  # one placement per mesh axis, outermost axis first
+Item = TypeVar("Item")
+
+
+class KeyTuple(tuple[Item, ...]):
+    """A tuple that computes its hash once: long ones are asked for it by every cache that they key."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Item, ...]]]:
+        return KeyTuple, (tuple(self),)  # the hash may be another in another process
 
 
 def S(dim: int, unit: int = 1, shares: tuple[int, ...] = ()) -> Placement:

@@ -44,6 +44,10 @@ class Footprint:
 
 def footprint(op: Op) -> Footprint:
     """The footprint of `op`; nothing is saved if no output needs a gradient."""
+    return op.once(_of_op)
+
+
+def _of_op(op: Op) -> Footprint:
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
     return _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)

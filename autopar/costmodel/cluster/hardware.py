@@ -76,6 +76,9 @@ class Cluster:
     def __post_init__(self) -> None:
         _check(self)
 
+    def __hash__(self) -> int:  # mappings have none; numbers have the same in every process
+        return hash((self.memory_bytes, self.memory_bandwidth_bytes_per_s, self.kernel_s, self.overlap))
+
     @property
     def num_devices(self) -> float:
         """The number of devices; infinity if the outermost level is unbounded."""

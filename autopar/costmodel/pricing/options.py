@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.sbp.placement import Layout, format_layout
+from autopar.sbp.placement import KeyTuple, Layout, format_layout
 from autopar.sbp.signature import Strategy
 
 
@@ -43,7 +43,8 @@ class Offered:
     again: tuple[bool, ...]
 
 
-def offered(options: Sequence[Any], port: str, slot: int) -> Offered:
+@lru_cache(maxsize=4096)
+def offered(options: tuple[Any, ...], port: str, slot: int) -> Offered:
     """The layouts of the value at `port` and `slot` of an entity (`flows.End`) under its `options`: `Layout`s at port
     "layout", `Stored` at "stored", else strategies.
     """
@@ -64,7 +65,7 @@ def offered(options: Sequence[Any], port: str, slot: int) -> Offered:
 
 @lru_cache(maxsize=4096)
 def _known(layouts: tuple[Layout, ...], index: bytes, again: tuple[bool, ...]) -> Offered:
-    return Offered(layouts, np.frombuffer(index, dtype=np.int64), again)
+    return Offered(KeyTuple(layouts), np.frombuffer(index, dtype=np.int64), again)
 
 
 def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:

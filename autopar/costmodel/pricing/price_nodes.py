@@ -1,7 +1,8 @@
 """Node costs of the table: those of an op under a strategy and of an input in a layout."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, update_time, waiting_bytes
 from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
-from autopar.costmodel.pricing.flows import Count, End, Flows
-from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
+from autopar.costmodel.pricing.flows import Count, Flows
+from autopar.costmodel.pricing.options import Stored, distinct, offered
 from autopar.costmodel.roofline import shapes_time, weight_share
 from autopar.costmodel.state_offload import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
@@ -25,6 +26,7 @@ from autopar.sbp.signature import Strategy
 from autopar.search.table import Node
 
 Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
+Shape = tuple[int, ...]
 
 
 def price_nodes(
@@ -37,16 +39,16 @@ def price_nodes(
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
     known: dict[tuple, Prices] = {}
     nodes = []
-    for number, entity in enumerate(flows.entities):
+    for entity in flows.entities:
         options: Any = entity.options
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
             of_run = weights.of(op.name)
             key = op.nameless, id(entity.options), astuple(count), of_run
             if key not in known:
-                parameters = flows.parameters if count.transient_share else None
-                each = _price_op(op, options, _operands(op, number, flows), mesh, cluster, parameters)
-                known[key] = _summed(each, count, training, of_run, weight_share(op))
+                each = _price_op(op.nameless, options, mesh, cluster)
+                transient = _transients(op, options, mesh, flows.parameters) if count.transient_share else 0.0
+                known[key] = _summed(each, transient, count, training, of_run, weight_share(op))
             node = known[key]
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
@@ -60,15 +62,22 @@ def price_nodes(
     return nodes
 
 
-def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWeights, weight_share: float) -> Prices:
-    """The costs of a class of ops, from those of one op and their multiplicities.
+def _summed(
+    each: np.ndarray,
+    transient: np.ndarray | float,
+    count: Count,
+    training: Training,
+    weights: BothWeights,
+    weight_share: float,
+) -> Prices:
+    """The costs of a class of ops, from those of one op, its `transient` and their multiplicities.
 
     `weights`: of its run; `weight_share`: of its backward.
 
     Ops in a recomputed region run forward twice, and their saved tensors exist only while it is recomputed; those of
     other ops may be on the host.
     """
-    forward_s, backward_s, saved, waiting, transient = each.T
+    forward_s, backward_s, saved, waiting = each.T
     ahead, back = weights.forward.compute, weights.backward.compute
     times_s = (ahead * count.times + back * count.num_inside) * forward_s + back * count.times * backward_s
     times_s = times_s + back * count.moved_s * saved
@@ -81,44 +90,56 @@ def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWei
     return training.num_microbatches * each_s, np.ascontiguousarray(held)
 
 
-def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:
-    """The layouts of the op's inputs and outputs; an output that no op reads has no flow."""
-    options = flows.entities[node].options
-    ends = [End(node, port, i) for port, values in (("in", op.inputs), ("out", op.outputs)) for i in range(len(values))]
-    operands = [flows.offered.get(end) or offered(options, end.port, end.index) for end in ends]
-    return operands[: len(op.inputs)], operands[len(op.inputs) :]
+@dataclass(frozen=True, eq=False)
+class _Local:
+    """The local shapes of an op's inputs and outputs under its strategies.
 
-
-def _price_op(
-    op: Op,
-    strategies: Sequence[Strategy],
-    operands: tuple[list[Offered], list[Offered]],
-    mesh: Mesh,
-    cluster: Cluster,
-    parameters: frozenset[str] | None,
-) -> np.ndarray:
-    """f64[strategies, 5]: seconds of forward and of backward; bytes saved beyond inputs, of put-off gradients,
-    transient.
-
-    The transient is 0 without `parameters`. Strategies with the same local shapes and roles share a price.
+    `shapes`: of each value, the possible ones. `numbers`: of each value, i64[strategies], positions in these.
     """
-    values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
-    shapes = [
-        [local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)
-    ]
-    numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
-    first, index = distinct(np.stack([*numbers, _roles(op, strategies)], axis=1))
+
+    num_inputs: int
+    shapes: list[list[Shape]]
+    numbers: list[np.ndarray]
+
+    @classmethod
+    def of(cls, op: Op, strategies: tuple[Strategy, ...], mesh_shape: Shape) -> "_Local":
+        places = (("in", op.inputs), ("out", op.outputs))
+        each = [(x, offered(strategies, port, i)) for port, values in places for i, x in enumerate(values)]
+        shapes = [[local_shape(x.shape, layout, mesh_shape) for layout in found.layouts] for x, found in each]
+        numbers = [np.array([own.index(x) for x in own])[found.index] for own, (_, found) in zip(shapes, each)]
+        return cls(len(op.inputs), shapes, numbers)
+
+    def at(self, position: int) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        """The shapes of inputs and outputs under a strategy."""
+        local = tuple(own[row[position]] for own, row in zip(self.shapes, self.numbers))
+        return local[: self.num_inputs], local[self.num_inputs :]
+
+
+@lru_cache(maxsize=2048)
+def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    """f64[strategies, 4]: seconds of forward and of backward; bytes saved beyond inputs, and of put-off gradients.
+
+    Strategies with the same local shapes and roles share a price.
+    """
+    local = _Local.of(op, strategies, mesh.shape)
+    first, index = distinct(np.stack([*local.numbers, _roles(op, strategies)], axis=1))
     prices = []
     for position in first:
-        local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
-        inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
+        inputs, outputs = local.at(position)
         kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
-        transient = 0.0 if parameters is None else transient_bytes(op, inputs, outputs, parameters)
-        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept, transient))
+        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept))
     found = np.array(prices, dtype=np.float64)[index]
     if op.target in LOCAL_OPS:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)
+    found.flags.writeable = False
     return found
+
+
+def _transients(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, parameters: frozenset[str]) -> np.ndarray:
+    """f64[strategies]: bytes of the op's transient."""
+    local = _Local.of(op, strategies, mesh.shape)
+    first, index = distinct(np.stack(local.numbers, axis=1))
+    return np.array([transient_bytes(op, *local.at(x), parameters) for x in first], dtype=np.float64)[index]
 
 
 def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:

@@ -170,7 +170,7 @@ def profiled(
     model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
 ) -> list[Profiled]:
     """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of `plans`."""
-    key = plans, num, mesh, cluster.to_json(), training
+    key = plans, num, mesh, cluster, training
     if key not in model.profiles:
         model.profiles[key] = list(_profiled(model, plans, num, mesh, cluster, training)) if plans else []
     return model.profiles[key]

@@ -50,12 +50,22 @@ _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
 def model_in_stages(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> Model:
-    """The model for the sweep on `mesh`; MicrobatchError if the batch cannot be cut as requested."""
-    training_graph = loss_only(graph)
+    """The model for the sweep on `mesh`, with what is known of it from planning `graph` before; MicrobatchError if the
+    batch cannot be cut as requested.
+    """
+    training_graph = graph.once(loss_only)
     if request.num_microbatches is not None:
         microbatched(training_graph, request.num_microbatches)  # raises the error with the reason
     num_stages = mesh.shape[0] if isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names else 1
-    return model_of(training_graph, fold(training_graph), num_stages=num_stages)
+    models = training_graph.once(_models)
+    if num_stages not in models:
+        models[num_stages] = model_of(training_graph, fold(training_graph), num_stages=num_stages)
+    return models[num_stages]
+
+
+def _models(_: Graph) -> dict[int, Model]:
+    """The models made so far, by the number of their stages."""
+    return {}
 
 
 def sweep_stages(

@@ -12,21 +12,12 @@ from autopar.ir.graph import Graph
 from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving
 from autopar.planner.layouts.two_groups import can_mix
 from autopar.planner.pipeline.cut_stages import restricted
-from autopar.planner.pipeline.stage_tables import (
-    CutTask,
-    RankTask,
-    mixed_copies,
-    problem_of,
-    segments_of,
-    setting_of,
-    tables_of,
-)
+from autopar.planner.pipeline.stage_tables import CutTask, RankTask, mixed_copies, segments_of, setting_of, tables_of
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, key_of, pressure_of
 from autopar.planner.problem import ENOUGH_GAP
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.pins import is_excluded
 from autopar.sbp.placement import format_layout
-from autopar.search.table import memory_of
 
 # A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
 # few more microbatches in flight.
@@ -222,13 +213,14 @@ def _unlimited(at: RankTask, stages: Stages) -> StagePlans:
 
 
 def _priced(at: RankTask, plans: StagePlans, stages: Stages) -> StagePlans:
-    """With what the plans take together, by the tables of the stages."""
-    memory_bytes = 0.0
-    for (_, own), one in zip(plans.parts, stages):
-        problem = problem_of(at, one, plans.share)
-        choice = problem.encode(own)
-        memory_bytes += math.inf if choice is None else memory_of(problem.priced.table, choice)
-    return replace(plans, memory_bytes=memory_bytes)
+    """With what the parts take, by themselves: a table of their stages, of which most need none, takes ten times as
+    long.
+    """
+    costs = tuple(
+        evaluate(graph, own, at.task.mesh, at.task.cluster, training=one.request.training)
+        for one, (graph, own) in zip(stages, plans.parts, strict=True)
+    )
+    return replace(plans, memory_bytes=sum(one.total_memory_bytes for one in costs), costs=costs)
 
 
 def _fits(at: RankTask, plans: StagePlans) -> bool:
@@ -270,7 +262,8 @@ def _search(
     above, within = map(tables.decode, choice.around or ())
     mixed = tuple(mixed_copies(at, one, share, *ends) for one, *ends in zip(stages, above, within, strict=True))
     if not is_on_host:
-        as_mixed = _evaluated(at, stages, replace(found, parts=_of_stages(stages, mixed), share=share))
+        as_mixed = _priced(at, replace(found, parts=_of_stages(stages, mixed), share=share), stages)
+        as_mixed = replace(as_mixed, cost_s=sum(one.step_s for one in as_mixed.costs))
         if _fits(at, as_mixed) and as_mixed.cost_s * (1 - ENOUGH_GAP) <= choice.lower_bound_s:
             return as_mixed
     groups = tables_of(setting, at, stages, limit_bytes, is_on_host=is_on_host, share=share)
@@ -284,16 +277,6 @@ def _search(
 
 def _of_stages(stages: Stages, assignments: Sequence[Assignment]) -> tuple[tuple[Graph, Assignment], ...]:
     return tuple((one.graph, own) for one, own in zip(stages, assignments, strict=True))
-
-
-def _evaluated(at: RankTask, stages: Stages, plans: StagePlans) -> StagePlans:
-    """The plans with the costs of their parts."""
-    costs = tuple(
-        evaluate(graph, own, at.task.mesh, at.task.cluster, training=one.request.training)
-        for one, (graph, own) in zip(stages, plans.parts, strict=True)
-    )
-    seconds, num_bytes = sum(one.step_s for one in costs), sum(one.total_memory_bytes for one in costs)
-    return replace(plans, cost_s=seconds, memory_bytes=num_bytes, costs=costs)
 
 
 def _with_saved(stage: Wanted, kind: str, regions: Regions) -> Wanted:
