@@ -167,6 +167,7 @@ def test_the_dtype_of_sums_is_an_option(file, capsys, hand):
     [
         (["--memory-limit", "1KiB"], "memory"),
         (["--hand", "megatron:dp=3"], "does not fit mesh"),
+        (["--why-not", "megatron:dp=1,tp=3"], "possible are"),
         (["--pin", "body.0.weight"], "FQN=LAYOUT"),
         (["--pin", "nowhere=BB"], "nowhere"),
         (["--optimizer", "magic"], "magic"),

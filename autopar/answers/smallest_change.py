@@ -84,5 +84,5 @@ def format_changes(changes: Sequence[SmallestChange]) -> str:
         memory = format_bytes(max(each.plan.peak_bytes or each.plan.memory_bytes))
         step = format_seconds(each.plan.step_s)
         lines.append([each.what, each.before, each.after, step, memory, f"{each.refused} does not"])
-    headers = ["change one of", "from", "to", "step", "memory", "proven not to fit"]
+    headers = ["change one of", "from", "to", "step", "memory", "nearest that fails"]
     return table(lines, headers)

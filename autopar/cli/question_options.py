@@ -89,15 +89,15 @@ def _on_other_meshes(asked: Asked) -> Iterator[Plan | StagedPlan]:
 
 def _by_hand(text: str, asked: Asked, model: nn.Module) -> Plan:
     """The hand plan on the plan's mesh, or where it has stages or other degrees, on the first mesh that has these."""
-    plan, failure = asked.plan, PlanError("no mesh")
+    plan, failures = asked.plan, []
     own = () if PIPELINE in plan.mesh.axis_names else (plan.mesh,)
     request = replace(asked.request, pins={}, memory_limit_bytes=plan.memory_limit_bytes)
     for mesh in (*own, *factorise(plan.mesh.num_devices, plan.cluster)):
         try:
             return plan_by_hand(text, model, asked.graph, mesh, plan.cluster, request).plan
         except PlanError as error:
-            failure = error
-    raise failure
+            failures.append(error)
+    raise failures[0]  # on the plan's own mesh
 
 
 def parse_pin(text: str) -> tuple[str, str]:

@@ -91,7 +91,9 @@ def _members(name: str, folded: Folded | None) -> list[str]:
 
 
 def _close(name: str, known: Mapping[str, Input]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3)
+    ends = {".".join(fqn.split(".")[-len(name.split(".")) :]): fqn for fqn in known}  # it may lack what is in front
+    near = difflib.get_close_matches(name, list(dict.fromkeys([*known, *ends])), n=3)
+    matches = dict.fromkeys(ends.get(one, one) for one in near)
     return (
         f"; close to it: {', '.join(matches)}" if matches else f"; it has e.g. {', '.join(list(known)[:3]) or 'none'}"
     )

@@ -114,6 +114,11 @@ def test_a_name_that_does_not_exist_is_told_the_nearest():
         why(asked("dp=2,tp=2"), "blocks.1.0.weigth")
 
 
+def test_a_pin_of_a_name_without_its_first_modules_is_told_the_nearest():
+    with pytest.raises(AutoparError, match=r"0\.wieght.*close to it: blocks\.\d\.\d\.weight"):
+        why_not_pinned(asked("dp=2,tp=2"), "0.wieght", "BB")
+
+
 def test_the_best_plans_differ_in_the_axes_that_split_parameters():
     ask = asked("dp=2,tp=2")
     plans = best_plans(ask, 4).plans

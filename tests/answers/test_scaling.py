@@ -69,6 +69,13 @@ def test_each_point_is_the_plan_made_for_it_alone_and_jobs_can_be_scheduled_by_t
     assert "asks for 4 devices, the cluster has 3" in capsys.readouterr().err
 
 
+def test_points_that_are_planned_in_turn_are_the_plans_made_for_them_alone():
+    shared = graph()  # what is known of it from one point is used for the next
+    for devices in (8, 4, 2):
+        plan, alone = (choose_plan(one, Devices(devices), CLUSTER) for one in (shared, graph()))
+        assert (plan.step_s, plan.lower_bound_s, str(plan.mesh)) == (alone.step_s, alone.lower_bound_s, str(alone.mesh))
+
+
 def test_points_without_a_plan_say_why(tmp_path, capsys):
     (tmp_path / "net.py").write_text(FILE)
     (tmp_path / "small.json").write_text(CLUSTER.to_json().replace(str(CLUSTER.memory_bytes), "1000"))

@@ -91,7 +91,7 @@ def _summed(
 
 
 @dataclass(frozen=True, eq=False)
-class _Local:
+class _LocalShapes:
     """The local shapes of an op's inputs and outputs under its strategies.
 
     `shapes`: of each value, the possible ones. `numbers`: of each value, i64[strategies], positions in these.
@@ -102,7 +102,7 @@ class _Local:
     numbers: list[np.ndarray]
 
     @classmethod
-    def of(cls, op: Op, strategies: tuple[Strategy, ...], mesh_shape: Shape) -> "_Local":
+    def of(cls, op: Op, strategies: tuple[Strategy, ...], mesh_shape: Shape) -> "_LocalShapes":
         places = (("in", op.inputs), ("out", op.outputs))
         each = [(x, offered(strategies, port, i)) for port, values in places for i, x in enumerate(values)]
         shapes = [[local_shape(x.shape, layout, mesh_shape) for layout in found.layouts] for x, found in each]
@@ -121,7 +121,7 @@ def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Clu
 
     Strategies with the same local shapes and roles share a price.
     """
-    local = _Local.of(op, strategies, mesh.shape)
+    local = _LocalShapes.of(op, strategies, mesh.shape)
     first, index = distinct(np.stack([*local.numbers, _roles(op, strategies)], axis=1))
     prices = []
     for position in first:
@@ -137,7 +137,7 @@ def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Clu
 
 def _transients(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, parameters: frozenset[str]) -> np.ndarray:
     """f64[strategies]: bytes of the op's transient."""
-    local = _Local.of(op, strategies, mesh.shape)
+    local = _LocalShapes.of(op, strategies, mesh.shape)
     first, index = distinct(np.stack(local.numbers, axis=1))
     return np.array([transient_bytes(op, *local.at(x), parameters) for x in first], dtype=np.float64)[index]
 

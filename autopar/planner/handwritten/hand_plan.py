@@ -132,15 +132,18 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], sequence: str, mesh: Mes
     names = degrees.get("tp", "").split("+")
     if "dp" not in degrees and set(names) <= set(mesh.axis_names):
         return tuple(sorted(map(mesh.axis_index, names)))
+    possible = []
     for num in range(mesh.ndim, -1, -1):
         sizes = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
+        possible.append(f"dp={sizes['dp']},tp={sizes['tp']}")
         if sequence.isdigit() and int(sequence) and "dp" in degrees:
             sizes["dp"] //= int(sequence)
         if all(str(sizes[key]) == size for key, size in degrees.items()):
             return tuple(range(num, mesh.ndim))
     raise PlanError(
         f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes"
-        " and tp of the others, or tp the names of axes joined by +; change one of them"
+        " and tp of the others, or tp the names of axes joined by +; possible are"
+        f" {', '.join(dict.fromkeys(possible))}"
     )
 
 

@@ -1,7 +1,5 @@
 """The copies of a block within a stage are planned in two groups where the memory limit binds."""
 
-from dataclasses import replace
-
 import pytest
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
@@ -51,8 +49,6 @@ def test_plans_in_two_groups_cost_and_take_what_evaluate_says(gpt: Graph, search
     costs = evaluate(graph, assignment, at.task.mesh, V100, training=stages[0].request.training)
     assert plans.cost_s == pytest.approx(costs.step_s, rel=1e-12)
     assert search_rank._priced(at, plans, stages).memory_bytes == costs.total_memory_bytes <= at.limit_bytes
-    # By the tables whose copies are alike, it would be another plan.
-    assert search_rank._priced(at, replace(plans, share=None), stages).memory_bytes != costs.total_memory_bytes
 
 
 def test_two_groups_are_faster_within_the_memory_limit_than_copies_alike(
