@@ -10,6 +10,9 @@ from pathlib import Path
 
 from autopar.errors import AutoparError
 
+# Columns that files of steps may have, each with one value for all rows of a model.
+_SETTINGS = ("cluster", "batch")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -96,15 +99,24 @@ def read_jobs(path: str | Path) -> tuple[Job, ...]:
 def read_curves(paths: Iterable[str | Path]) -> dict[str, SpeedCurve]:
     """Model -> its curve, from CSV files with the columns model, devices, plan and step_s, as `autopar sweep` writes.
 
-    Of rows for the same plan the last counts. AutoparError for a row that is none.
+    Of rows for the same plan the last counts. AutoparError for a row that is none, and for rows of one model on several
+    clusters or for several batches, of which steps are not comparable.
     """
     rows: dict[str, dict[tuple[int, str], float]] = {}
+    settings: dict[tuple[str, str], str] = {}
     for path in paths:
         for line, row in _rows(path, ("model", "devices", "plan", "step_s")):
             devices = int(_number(path, line, row, "devices", least=1))
             step_s = _number(path, line, row, "step_s", least=0)
             if step_s == 0:
                 raise AutoparError(f"{path}, line {line}: a step takes more than 0 seconds")
+            for column in _SETTINGS:
+                found = row.get(column)
+                if found and found != (first := settings.setdefault((row["model"], column), found)):
+                    raise AutoparError(
+                        f"{path}, line {line}: steps of {row['model']} with {column} {found!r} beside those with"
+                        f" {first!r}, which are not comparable: give files of one {column}"
+                    )
             rows.setdefault(row["model"], {})[devices, row["plan"]] = step_s
     return {model: SpeedCurve(model, known) for model, known in rows.items()}
 

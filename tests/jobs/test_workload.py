@@ -50,6 +50,16 @@ def test_steps_that_are_none_are_refused(tmp_path):
         read_curves([tmp_path / "none.csv"])
 
 
+@pytest.mark.parametrize(("other", "told"), [("a100,8", "cluster 'a100'.*'h100'"), ("h100,16", "batch '16'.*'8'")])
+def test_steps_that_are_not_comparable_are_refused(tmp_path, other, told):
+    (tmp_path / "steps.csv").write_text(f"model,devices,plan,step_s,cluster,batch\na,2,x,1,h100,8\na,4,y,1,{other}\n")
+    with pytest.raises(AutoparError, match=f"line 3.*{told}"):
+        read_curves([tmp_path / "steps.csv"])
+    (tmp_path / "measured.csv").write_text("model,devices,plan,step_s\na,8,z,0.25\n")
+    (tmp_path / "steps.csv").write_text("model,devices,plan,step_s,cluster,batch\na,2,x,1,h100,8\n")
+    assert read_curves([tmp_path / "steps.csv", tmp_path / "measured.csv"])["a"].step_s(8) == 0.25
+
+
 def test_jobs_that_cannot_be_served_are_refused():
     curves = {"m": SpeedCurve("m", {(1, "ddp"): 1.0})}
     for job, message in (

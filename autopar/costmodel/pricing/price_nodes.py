@@ -115,7 +115,7 @@ class _LocalShapes:
         return local[: self.num_inputs], local[self.num_inputs :]
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Cluster) -> np.ndarray:
     """f64[strategies, 4]: seconds of forward and of backward; bytes saved beyond inputs, and of put-off gradients.
 
