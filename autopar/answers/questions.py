@@ -126,14 +126,18 @@ def _why_collective(asked: Asked, name: str, target: str, kind: str) -> Answer:
     """
     owners = {value.name: op.name for part in asked.parts() for op in part.graph.ops for value in op.outputs}
     copies = set(asked.copies(target))
-    found = [
+    here = [
         planned
         for part in asked.parts()
         for planned in part.costs.collectives
-        if planned.collective.kind == kind and owners.get(planned.where, planned.where) in copies
+        if owners.get(planned.where, planned.where) in copies
     ]
+    found = [planned for planned in here if planned.collective.kind == kind]
     if not found:
-        raise AutoparError(f"--why {name}:{kind}: the plan has no {kind} on the values of %{target}")
+        kinds = ", ".join(sorted({planned.collective.kind for planned in here})) or "none"
+        raise AutoparError(
+            f"--why {name}:{kind}: the plan has no {kind} on the values of %{target}; its collectives there: {kinds}"
+        )
     readers = {asked.folded.representative[user] for each in found for user in each.users} - copies
     ways = [_chosen(asked, target), {k: v for user in readers for k, v in _chosen(asked, user).items()}]
     others, reasons = list[AnyPlan](), list[str]()
