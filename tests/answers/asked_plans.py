@@ -14,6 +14,18 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
 
 CLUSTER = load_cluster("cpu")
+FILE = """
+import torch
+from tests.answers.asked_plans import Deep
+
+def build():
+    with torch.device("meta"):
+        return Deep(), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
+
+def deeper():
+    with torch.device("meta"):
+        return Deep(5), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
+"""  # for commands: `net.py:build` and `net.py:deeper`
 
 
 class Deep(nn.Module):

@@ -5,20 +5,7 @@ import pytest
 from autopar.answers.compare_plans import compare
 from autopar.answers.comparison_text import copies, format_comparison
 from autopar.cli import main
-from tests.answers.asked_plans import asked
-
-FILE = """
-import torch
-from tests.answers.asked_plans import Deep
-
-def build():
-    with torch.device("meta"):
-        return Deep(), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
-
-def deeper():
-    with torch.device("meta"):
-        return Deep(5), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
-"""
+from tests.answers.asked_plans import FILE, asked
 
 
 def test_a_plan_does_not_differ_from_itself():

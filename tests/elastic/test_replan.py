@@ -25,20 +25,8 @@ from autopar.mesh import Devices, as_mesh
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import FORMAT
-from tests.answers.asked_plans import graph
+from tests.answers.asked_plans import FILE, graph
 
-FILE = """
-import torch
-from tests.answers.asked_plans import Deep
-
-def build():
-    with torch.device("meta"):
-        return Deep(), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
-
-def deeper():
-    with torch.device("meta"):
-        return Deep(5), (torch.zeros(64, 256), torch.zeros(64, 64)), {}
-"""
 TOO_LITTLE = 8 * 2**20  # bytes in which no one device holds the state, and eight do
 
 

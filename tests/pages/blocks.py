@@ -68,23 +68,15 @@ class Block:
     def kind(self) -> str:
         """ "elsewhere", "clean", "copied", "output", "file", "console", "python" or "text"; ValueError if none."""
         for kind in ("elsewhere", "clean", "copied", "output"):
-            if self.mark.startswith(f"{kind}"):
+            if self.mark.startswith(kind):
                 return kind
         if self.title:
             return "file"
-        kinds = {
-            "bash": "console",
-            "console": "console",
-            "python": "python",
-            "text": "text",
-            "json": "data",
-            "yaml": "data",
-        }
-        if self.language not in kinds:
+        if self.language not in KINDS:
             raise ValueError(
                 f"{self.where}: a block of {self.language!r} without a mark is in no category; see {__name__}"
             )
-        return kinds[self.language]
+        return KINDS[self.language]
 
 
 def pages() -> list[str]:
