@@ -23,6 +23,7 @@ import autopar
 import autopar.elastic
 
 NUM_SAMPLES, BATCH = 100, 12
+START = time.time()  # of this process
 PHASES = ("forward", "backward", "optimizer", "saving")
 
 
@@ -148,8 +149,8 @@ def main() -> None:
                 schedule.step()
                 time.sleep(options.pause)
                 if run.rank == 0:
-                    line = {"step": step, "loss": float(loss), "rows": rows, "ranks": run.num_ranks, "at": time.time()}
-                    print(json.dumps(line), file=log, flush=True)
+                    line = {"step": step, "loss": float(loss), "rows": rows, "ranks": run.num_ranks}
+                    print(json.dumps(line | {"start": START, "at": time.time()}), file=log, flush=True)
 
 
 # A stored layout that splits, so that there is something to communicate and to reshard.

@@ -1,0 +1,256 @@
+"""Runs under torchrun whose ranks die, leave and join, beside a run of one process that nothing disturbs.
+
+    python -m bench.elastic [kills] [members] [saves] [logical]     (all of them: half an hour on two cores)
+
+kills: of four ranks one is killed, in a random phase of a random step, twenty times in one run. members: four agents of
+torchrun with a rank each; one is lost with all its processes, another one, then two join. In both, `bench/
+elastic_script.py` is trained, and what is compared is each step's loss and samples, by what was done last. saves: steps
+of a network while its checkpoints are written beside it, in turns with steps without. logical: steps by
+`logical_ranks=4` on four ranks beside those of plain data parallelism.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import psutil
+
+from bench.elastic_script import NUM_SAMPLES, PHASES, undisturbed
+from bench.papers.section import table
+from bench.report import Row, add
+
+ROOT = Path(__file__).parents[1]
+NUM_KILLS, NUM_RANKS, SEED = 20, 4, 0
+SAVE_EVERY, PAUSE_S = 5, 0.1  # seconds that each step takes longer, so that there is time to save
+MEMBERS = (4, 3, 2, 4)  # ranks, one number after the other
+STEPS_EACH = 25  # with so many ranks
+MOST_S = 1800.0  # a run that takes longer hangs
+# How soon the agents of torchrun notice that one is gone, and how long they wait for more.
+RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+KILLS = table(
+    "Killed ranks",
+    ("row", "rank", "phase", "step", "resumed at", "resumed after, s"),
+    [f"kill {number + 1}" for number in range(NUM_KILLS)],
+)
+CHANGES = table(
+    "Ranks that leave and join",
+    ("row", "step", "resumed at", "resumed after, s"),
+    [f"{before} to {after} ranks" for before, after in pairwise(MEMBERS)],
+)
+WHOLE = table(
+    "Whole runs",
+    ("row", "steps", "done again", "samples lost or repeated", "loss differs at most, relative", "seconds"),
+    ("killed ranks", "ranks that leave and join"),
+)
+STEPS = table(
+    "Steps of a GPT of 8 M parameters",
+    ("row", "ranks", "without, s", "with, s", "ratio", "lower quartile", "upper quartile"),
+    ("saves beside steps, 1 rank", "saves beside steps, 2 ranks", "logical ranks beside DDP, 4 ranks"),
+)
+
+
+def kills() -> dict[str, list[Row]]:
+    """One run of four ranks with `NUM_KILLS` kills."""
+    draw = random.Random(SEED)
+    num_steps = 10 * (NUM_KILLS + 1)
+    steps = sorted(draw.sample(range(2, num_steps - 2), NUM_KILLS))
+    faults = [(step, draw.randrange(NUM_RANKS), draw.choice(PHASES)) for step in steps]
+    # a save is of the step before one that divides by SAVE_EVERY, the only ones in which a rank can die while saving
+    faults = [(_saving(step) if phase == "saving" else step, rank, phase) for step, rank, phase in faults]
+    with tempfile.TemporaryDirectory() as name:
+        folder, start = Path(name), time.time()
+        (folder / "faults.json").write_text(json.dumps(faults))
+        options = ("--standalone", "--nproc-per-node", str(NUM_RANKS), "--max-restarts", str(NUM_KILLS + 2))
+        with _torchrun(folder, options, num_steps) as agent:
+            if agent.wait(MOST_S):
+                raise RuntimeError(_tail(folder))
+        lines, found = _log(folder), []
+        for number, (step, rank, phase) in enumerate(faults):
+            fault = folder / f"fault-{number}"
+            if not fault.exists():  # the rank was not in this phase again
+                found.append({"row": f"kill {number + 1}", "error": f"no {phase} of rank {rank} in step {step}"})
+                continue
+            what = {"row": f"kill {number + 1}", "rank": rank, "phase": phase, "step": step}
+            found.append(what | _resumed(lines, float(fault.read_text())))
+        return {KILLS.title: found, WHOLE.title: [_whole("killed ranks", lines, num_steps, time.time() - start)]}
+
+
+def _saving(step: int) -> int:
+    return step // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY - 1
+
+
+def members() -> dict[str, list[Row]]:
+    """One run of agents of a rank each, of which there are `MEMBERS`, one number after the other."""
+    num_steps, agents, found = STEPS_EACH * len(MEMBERS), [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder, start, port = Path(name), time.time(), _free_port()
+        options = ("--nnodes", f"{min(MEMBERS)}:{max(MEMBERS)}", "--nproc-per-node", "1", "--max-restarts", "20")
+        options += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "bench")
+        options += ("--rdzv-conf", RENDEZVOUS)
+
+        def join() -> None:
+            running = _torchrun(folder, options, num_steps)
+            agents.append((running, running.__enter__()))
+
+        try:
+            for _ in range(MEMBERS[0]):
+                join()
+            for number, (before, after) in enumerate(pairwise(MEMBERS), start=1):
+                step = _wait_for(folder, STEPS_EACH * number, before, [agent for _, agent in agents])
+                at = time.time()
+                for _ in range(before - after):
+                    _kill_all(agents.pop()[1])  # the first agent holds the rendezvous
+                for _ in range(after - before):
+                    join()
+                _wait_for(folder, step + 1, after, [agent for _, agent in agents])
+                found.append({"row": f"{before} to {after} ranks", "step": step, "at": at, "ranks": after})
+            if any(agent.wait(MOST_S) for _, agent in agents):
+                raise RuntimeError(_tail(folder))
+        finally:
+            for running, _ in agents:
+                running.__exit__(None, None, None)
+        lines = _log(folder)
+        rows = [{key: row[key] for key in ("row", "step")} | _resumed(lines, row["at"], row["ranks"]) for row in found]
+        whole = _whole("ranks that leave and join", lines, num_steps, time.time() - start)
+        return {CHANGES.title: rows, WHOLE.title: [whole]}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def _torchrun(folder: Path, options: Sequence[str], num_steps: int) -> Iterator[subprocess.Popen]:
+    """An agent of torchrun, which is ended with all its processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "bench" / "elastic_script.py")]
+    command += [str(folder), "--steps", str(num_steps), "--save-every", str(SAVE_EVERY), "--pause", str(PAUSE_S)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "AUTOPAR_CLUSTER": "cpu"}
+    with (folder / "printed").open("a") as printed:
+        agent = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+    try:
+        yield agent
+    finally:
+        _kill_all(agent)
+
+
+def _kill_all(agent: subprocess.Popen) -> None:
+    """Kill an agent and its ranks at once, as a machine that is lost."""
+    if agent.poll() is None:
+        process = psutil.Process(agent.pid)
+        for each in (*process.children(recursive=True), process):
+            each.send_signal(signal.SIGKILL)
+        agent.wait()
+
+
+def _wait_for(folder: Path, step: int, num_ranks: int, agents: Sequence[subprocess.Popen]) -> int:
+    """The newest step that so many ranks have done, once it is at least `step`."""
+    deadline = time.monotonic() + MOST_S
+    while time.monotonic() < deadline:
+        done = [line["step"] for line in _log(folder) if line["ranks"] == num_ranks]
+        if done and done[-1] >= step:
+            return done[-1]
+        if any(agent.poll() is not None for agent in agents):
+            break
+        time.sleep(0.05)
+    raise RuntimeError(f"{num_ranks} ranks did not come to step {step}: {_tail(folder)}")
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "log.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+
+
+def _tail(folder: Path) -> str:
+    return (folder / "printed").read_text()[-3000:]
+
+
+def _resumed(lines: Sequence[dict[str, Any]], at: float, num_ranks: int | None = None) -> Row:
+    """The first step that was done by new ranks after the time `at`; `num_ranks`: by so many."""
+    before = [line for line in lines if line["at"] <= at]
+    later = [line for line in lines if line["at"] > at and line["start"] > at]
+    first = next(line for line in later if num_ranks in (None, line["ranks"]))
+    assert before, "a rank died before the first step"
+    return {"resumed at": first["step"], "resumed after, s": first["at"] - at}
+
+
+def _whole(name: str, lines: Sequence[dict[str, Any]], num_steps: int, seconds: float) -> Row:
+    """What was done last of each step, beside a run of one process that nothing disturbs."""
+    last = {line["step"]: line for line in lines}
+    expected = undisturbed(num_steps)
+    if sorted(last) != list(range(num_steps)):
+        raise RuntimeError(f"{name}: steps {sorted(set(range(num_steps)) - set(last))} were not done")
+    rows = [row for step in range(num_steps) for row in last[step]["rows"]]
+    whole_epochs = len(rows) // NUM_SAMPLES * NUM_SAMPLES
+    counts = [rows[:whole_epochs].count(sample) for sample in range(NUM_SAMPLES)]
+    wrong = sum(abs(count - whole_epochs // NUM_SAMPLES) for count in counts)
+    differs = max(abs(last[step]["loss"] - loss) / abs(loss) for step, loss in enumerate(expected))
+    again = len(lines) - num_steps
+    return dict(zip(WHOLE.header, (name, num_steps, again, wrong, differs, seconds)))
+
+
+def steps(what: str, num_ranks: int) -> Row:
+    """One row of `STEPS`: the median over turns of the ratio with and without `what`."""
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    done = subprocess.run(
+        [*command, str(ROOT / "bench" / "elastic_steps.py"), what],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=MOST_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    seconds = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("seconds "))[8:])
+    low, middle, high = quantiles((b / a for a, b in zip(seconds["without"], seconds["with"])), n=4)
+    return {
+        "ranks": num_ranks,
+        "without, s": median(seconds["without"]),
+        "with, s": median(seconds["with"]),
+        "ratio": middle,
+        "lower quartile": low,
+        "upper quartile": high,
+    }
+
+
+def saves() -> dict[str, list[Row]]:
+    """Two checkpoints in forty steps beside none; a rank alone leaves a core of two to the thread that writes."""
+    return {STEPS.title: [{"row": name} | steps("saves", n) for n, name in zip((1, 2), STEPS.rows)]}
+
+
+def logical() -> dict[str, list[Row]]:
+    """`logical_ranks=4` on four ranks beside DistributedDataParallel."""
+    return {STEPS.title: [{"row": STEPS.rows[-1]} | steps("logical", NUM_RANKS)]}
+
+
+CASES = {"kills": kills, "members": members, "saves": saves, "logical": logical}
+
+
+def main() -> None:
+    """Run the cases that are named, or all, and write each as it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
+    for name in parser.parse_args().cases or CASES:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        add("elastic", (KILLS, CHANGES, WHOLE, STEPS), CASES[name](), {"seed": SEED})
+
+
+if __name__ == "__main__":
+    main()

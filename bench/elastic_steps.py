@@ -1,0 +1,117 @@
+"""Steps of a GPT by torchrun for `bench.elastic`: with checkpoints written beside them, and by logical ranks.
+
+    torchrun --standalone --nproc-per-node 2 bench/elastic_steps.py saves|logical
+
+Two ways take turns, so that what else the machine does falls on both alike; the first rank prints the seconds of each
+turn as JSON.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+import autopar.elastic
+from bench.models import GPT
+
+SEQUENCE, ROWS = 128, 4  # of a rank
+TURNS, STEPS, SAVE_EVERY = 8, 40, 20
+
+
+def network() -> torch.nn.Module:
+    """A GPT of 8 M parameters."""
+    torch.manual_seed(0)
+    return GPT(hidden=320, layers=6, head=64, sequence=SEQUENCE)
+
+
+def batch(rows: int) -> tuple[torch.Tensor, ...]:
+    """Tokens and the next ones."""
+    return tuple(torch.randint(256, (rows, SEQUENCE), generator=torch.Generator().manual_seed(1)) for _ in range(2))
+
+
+def saves(num_ranks: int) -> dict[str, list[float]]:
+    """Seconds of turns of steps, without and with a save within."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+    tokens = batch(ROWS * num_ranks)
+    model = autopar.compile(network(), mesh, args=tokens, cluster="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def turn(folder: Path, save_every: int) -> float:
+        start_s = end_s = 0.0
+        with autopar.elastic.Run(folder, save_every=save_every) as run:
+            for step in run.steps(STEPS + 1, model, optimizer):  # the last one is not timed: all is saved behind it
+                now_s = time.perf_counter()
+                start_s, end_s = start_s if step else now_s, now_s
+                model.train_step(*tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+        return end_s - start_s
+
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(TURNS + 1):
+            for way, save_every in (("without", 10**6), ("with", SAVE_EVERY)):
+                folder = _shared(Path(name) / f"{way}-{number}")
+                found[way].append(turn(folder, save_every))
+        dist.barrier()
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first turns plan and warm up
+
+
+def _shared(folder: Path) -> Path:
+    """The first rank's folder, on all ranks."""
+    named = [str(folder)]
+    dist.broadcast_object_list(named, src=0)
+    return Path(named[0])
+
+
+def logical(num_ranks: int) -> dict[str, list[float]]:
+    """Seconds of turns of steps, by DistributedDataParallel and by as many logical ranks as there are ranks."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+    original, tokens = network(), batch(ROWS * num_ranks)
+    own = tuple(x[ROWS * dist.get_rank() :][:ROWS] for x in tokens)
+    replicated = DistributedDataParallel(copy.deepcopy(original))
+    compiled = autopar.compile(original, mesh, logical_ranks=num_ranks)
+    steps = {
+        "without": _stepping(replicated, lambda: replicated(*own).backward()),
+        "with": _stepping(compiled, lambda: compiled.train_step(*tokens)),
+    }
+    found: dict[str, list[float]] = {way: [] for way in steps}
+    for number in range(TURNS + 1):
+        for way, step in steps.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(STEPS // 4):
+                step()
+            dist.barrier()
+            if number:
+                found[way].append(time.perf_counter() - start_s)
+    return found
+
+
+def _stepping(model: torch.nn.Module, backward: Callable[[], object]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seconds = {"saves": saves, "logical": logical}[sys.argv[1]](dist.get_world_size())
+    if dist.get_rank() == 0:
+        print("seconds", json.dumps(seconds), flush=True)
+    dist.destroy_process_group()
