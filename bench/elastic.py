@@ -14,19 +14,18 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import psutil
+from torch.distributed import TCPStore
 
 from bench.elastic_script import NUM_SAMPLES, PHASES, undisturbed
 from bench.papers.section import table
@@ -39,7 +38,7 @@ MEMBERS = (4, 3, 2, 4)  # ranks, one number after the other
 STEPS_EACH = 25  # with so many ranks
 MOST_S = 1800.0  # a run that takes longer hangs
 # How soon the agents of torchrun notice that one is gone, and how long they wait for more.
-RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS = "is_host=false,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 KILLS = table(
     "Killed ranks",
@@ -75,9 +74,12 @@ def kills() -> dict[str, list[Row]]:
         folder, start = Path(name), time.time()
         (folder / "faults.json").write_text(json.dumps(faults))
         options = ("--standalone", "--nproc-per-node", str(NUM_RANKS), "--max-restarts", str(NUM_KILLS + 2))
-        with _torchrun(folder, options, num_steps) as agent:
+        agent = _start(folder, options, num_steps)
+        try:
             if agent.wait(MOST_S):
                 raise RuntimeError(_tail(folder))
+        finally:
+            _kill_all(agent)
         lines, found = _log(folder), []
         for number, (step, rank, phase) in enumerate(faults):
             fault = folder / f"fault-{number}"
@@ -97,56 +99,45 @@ def members() -> dict[str, list[Row]]:
     """One run of agents of a rank each, of which there are `MEMBERS`, one number after the other."""
     num_steps, agents, found = STEPS_EACH * len(MEMBERS), [], []
     with tempfile.TemporaryDirectory() as name:
-        folder, start, port = Path(name), time.time(), _free_port()
+        folder, start = Path(name), time.time()
+        # in which the agents meet: that of an agent would end with it
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         options = ("--nnodes", f"{min(MEMBERS)}:{max(MEMBERS)}", "--nproc-per-node", "1", "--max-restarts", "20")
-        options += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "bench")
+        options += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store.port}", "--rdzv-id", "bench")
         options += ("--rdzv-conf", RENDEZVOUS)
 
-        def join() -> None:
-            running = _torchrun(folder, options, num_steps)
-            agents.append((running, running.__enter__()))
+        def join() -> subprocess.Popen:
+            return _start(folder, options, num_steps)
 
         try:
-            for _ in range(MEMBERS[0]):
-                join()
+            agents.extend(join() for _ in range(MEMBERS[0]))
             for number, (before, after) in enumerate(pairwise(MEMBERS), start=1):
-                step = _wait_for(folder, STEPS_EACH * number, before, [agent for _, agent in agents])
+                step = _wait_for(folder, STEPS_EACH * number, before, agents, join)
                 at = time.time()
                 for _ in range(before - after):
-                    _kill_all(agents.pop()[1])  # the first agent holds the rendezvous
-                for _ in range(after - before):
-                    join()
-                _wait_for(folder, step + 1, after, [agent for _, agent in agents])
+                    _kill_all(agents.pop())
+                agents.extend(join() for _ in range(after - before))
+                _wait_for(folder, step + 1, after, agents, join)
                 found.append({"row": f"{before} to {after} ranks", "step": step, "at": at, "ranks": after})
-            if any(agent.wait(MOST_S) for _, agent in agents):
+            _wait_for(folder, num_steps - 1, MEMBERS[-1], agents, join)
+            if any(agent.wait(MOST_S) for agent in agents):
                 raise RuntimeError(_tail(folder))
         finally:
-            for running, _ in agents:
-                running.__exit__(None, None, None)
+            for agent in agents:
+                _kill_all(agent)
         lines = _log(folder)
         rows = [{key: row[key] for key in ("row", "step")} | _resumed(lines, row["at"], row["ranks"]) for row in found]
         whole = _whole("ranks that leave and join", lines, num_steps, time.time() - start)
         return {CHANGES.title: rows, WHOLE.title: [whole]}
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
-@contextmanager
-def _torchrun(folder: Path, options: Sequence[str], num_steps: int) -> Iterator[subprocess.Popen]:
-    """An agent of torchrun, which is ended with all its processes."""
+def _start(folder: Path, options: Sequence[str], num_steps: int) -> subprocess.Popen:
+    """An agent of torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "bench" / "elastic_script.py")]
     command += [str(folder), "--steps", str(num_steps), "--save-every", str(SAVE_EVERY), "--pause", str(PAUSE_S)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "AUTOPAR_CLUSTER": "cpu"}
     with (folder / "printed").open("a") as printed:
-        agent = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
-    try:
-        yield agent
-    finally:
-        _kill_all(agent)
+        return subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
 
 
 def _kill_all(agent: subprocess.Popen) -> None:
@@ -158,15 +149,19 @@ def _kill_all(agent: subprocess.Popen) -> None:
         agent.wait()
 
 
-def _wait_for(folder: Path, step: int, num_ranks: int, agents: Sequence[subprocess.Popen]) -> int:
-    """The newest step that so many ranks have done, once it is at least `step`."""
+def _wait_for(
+    folder: Path, step: int, num_ranks: int, agents: list[subprocess.Popen], join: Callable[[], subprocess.Popen]
+) -> int:
+    """The newest step that so many ranks have done, once it is at least `step`.
+
+    Agents that end with an error meanwhile are started again, as a job manager does.
+    """
     deadline = time.monotonic() + MOST_S
     while time.monotonic() < deadline:
         done = [line["step"] for line in _log(folder) if line["ranks"] == num_ranks]
         if done and done[-1] >= step:
             return done[-1]
-        if any(agent.poll() is not None for agent in agents):
-            break
+        agents[:] = [join() if agent.poll() else agent for agent in agents]
         time.sleep(0.05)
     raise RuntimeError(f"{num_ranks} ranks did not come to step {step}: {_tail(folder)}")
 

@@ -1,15 +1,18 @@
 """Ranks for tests: processes that hold one gloo world, started once and reused."""
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,6 +113,14 @@ class Ranks:
             self._connections.append(here)
         self._collect(time.monotonic() + START_S)
 
+    def _how_died(self, rank: int) -> str:
+        """How the process ended, and where each of its threads was, if a signal ended it."""
+        process = self._processes[rank]
+        process.join(GRACE_S)
+        code = process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return f"{DIED} ({how})\n{_fault_file(self._store, rank).read_text()}"
+
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
         failure, has_died = "", False
@@ -123,7 +134,8 @@ class Ranks:
             for connection in ready:
                 rank = waiting.pop(connection)
                 results[rank], text = _receive(connection)
-                has_died |= text == DIED
+                if text == DIED:
+                    has_died, text = True, self._how_died(rank)
                 if text and not failure:
                     failure = f"rank {rank}:\n{text}"
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -146,9 +158,14 @@ def join_gloo(rank: int, num_ranks: int, init_method: str) -> None:
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
 
 
+def _fault_file(store: str, rank: int) -> Path:
+    return Path(store, f"fault{rank}")
+
+
 def _serve(
     join: Callable[[int, int, str], None], rank: int, num_ranks: int, store: str, connection: Connection
 ) -> None:
+    faulthandler.enable(_fault_file(store, rank).open("w"))
     torch.set_num_threads(1)
     join(rank, num_ranks, f"file://{store}/world")
     connection.send_bytes(pickle.dumps((None, "")))
