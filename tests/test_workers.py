@@ -1,14 +1,16 @@
 """The pool of ranks itself: results, failures, hangs and deaths."""
 
+import ctypes
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import workers
-from tests.workers import RankError, device_mesh
+from tests.workers import RankCrash, RankError, device_mesh
 
 pytestmark = pytest.mark.multirank
 
@@ -39,6 +41,15 @@ def die_on(rank: int) -> None:
         os._exit(3)
 
 
+def crash_if_old(folder: Path) -> int:
+    """Read address 0, in the first ranks that come here."""
+    mark = folder / str(dist.get_rank())
+    if dist.get_rank() == 1 and not mark.exists():
+        mark.touch()
+        ctypes.string_at(0)
+    return dist.get_rank()
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -62,6 +73,18 @@ def test_a_rank_lost_amid_a_collective_costs_no_more_than_a_restart(ranks4, func
         ranks4.run(function, 1)
     assert ranks4.run(axis_sum, (2, 2), 1) == [1, 1, 5, 5]
     assert time.monotonic() - start < 30
+
+
+def test_a_crash_of_old_ranks_is_told_and_of_new_ones_fails(ranks4, tmp_path):
+    ranks4.run(pid)
+    with pytest.warns(
+        UserWarning, match=r"crash_if_old is run again: rank 1:\nthe process died \(SIGSEGV\)(.|\n)*string_at"
+    ):
+        assert ranks4.run(crash_if_old, tmp_path) == [0, 1, 2, 3]
+    ranks4.stop()
+    (tmp_path / "1").unlink()
+    with pytest.raises(RankCrash, match="SIGSEGV"):
+        ranks4.run(crash_if_old, tmp_path)
 
 
 def test_ranks_that_have_had_many_calls_are_replaced(ranks4, monkeypatch):
