@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,12 @@ from torch import nn
 from autopar.answers.compare_plans import ChangedRow, compare
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
-from autopar.plain_torch.export_stages import in_stages
+from autopar.plain_torch.export_stages import TorchStages, in_stages
 from autopar.plain_torch.module_calls import ExampleRun
 from autopar.plain_torch.run_layout import fitted, namespace_of
 from autopar.plain_torch.stage_values import check_stages
 from autopar.plain_torch.torch_layout import TorchLayout, near
+from autopar.plain_torch.write_hf import check_hf, fitted_hf, write_hf
 from autopar.plain_torch.write_torch import write_torch
 from autopar.planner.handwritten.function_plan import WrittenPlan, function_plan
 from autopar.planner.request import PlanRequest
@@ -68,32 +69,63 @@ def export(
     path: str | os.PathLike,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    to: str = "torch",
 ) -> Exported:
     """Write the file at `path`, with `parallelize(model, mesh)` in calls of torch alone, of a plan with stages with
-    `pipeline(model, mesh, loss_fn)`.
+    `pipeline(model, mesh, loss_fn)`; `to="hf"`: with `distributed_config()` for a model of transformers.
 
-    `args`, `kwargs`: the batch for which `plan` was made. What torch cannot express is the nearest that it can, as
-    comments in the file say, with prices. PlanError, without a file, if no plan of torch's calls is near.
+    `args`, `kwargs`: the batch for which `plan` was made. What the library cannot express is the nearest that it can,
+    as comments in the file say, with prices. PlanError, without a file, if no plan of its calls is near.
     """
-    exported = export_torch(plan, model, args, kwargs or {})
+    if to not in ("torch", "hf"):
+        raise ValueError(f"to={to!r}: expected 'torch' or 'hf'")
+    exported = (export_hf if to == "hf" else export_torch)(plan, model, args, kwargs or {})
     write(path, exported.text)
     return exported
 
 
 def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
-    """The content of the file that `export` writes."""
+    """The content of the file that `export` writes for torch."""
     plans = plan.stages if isinstance(plan, StagedPlan) else (plan,)
     bare = skeleton(model)
     trial = ExampleRun(bare, tuple(args), kwargs, [each.graph for each in plans])
     stages = in_stages(plan, trial) if isinstance(plan, StagedPlan) else None
     text = stages.text if stages else ""
+    layouts = near(plans, bare, in_stages=stages is not None)
+    layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(layout, trial), bare)
+    made = replace(made, text=write_torch(layout, bare, _notes(made), text))
+    if stages:
+        check_stages(made.text, trial)
+    return made
+
+
+def export_hf(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+    """The content of the file that `export` writes for transformers, priced as the same plan in calls of torch."""
+    check_hf(plan, model)
+    bare = skeleton(model)
+    trial = ExampleRun(bare, tuple(args), kwargs, [plan.graph])
+    layouts = near([plan], bare, products=(nn.Linear,)) if isinstance(plan, Plan) else ()
+    layout, made = _nearest(plan, None, layouts, lambda layout: fitted_hf(layout, trial), bare)
+    return replace(made, text=write_hf(layout, model, _notes(made)))
+
+
+def _nearest(
+    plan: AnyPlan,
+    stages: TorchStages | None,
+    layouts: Iterable[TorchLayout],
+    fit: Callable[[TorchLayout], tuple[TorchLayout, str]],
+    bare: nn.Module,
+) -> tuple[TorchLayout, Exported]:
+    """The layout with most of the plan's decisions, and its price; `fit`: (a layout that runs, what differs)."""
     reasons: list[str] = []
     found: list[tuple[TorchLayout, AnyPlan, tuple[str, ...]]] = []
-    for layout in near(plans, bare, in_stages=stages is not None):
+    for layout in layouts:
         try:
             _check_rows(layout, plan)
-            layout, reason = fitted(layout, trial)
-            priced, remarks = read_back(write_torch(layout, bare, stages=text), stages.plan if stages else plan, bare)
+            layout, reason = fit(layout)
+            text = write_torch(layout, bare, stages=stages.text if stages else "")
+            priced, remarks = read_back(text, stages.plan if stages else plan, bare)
         except PlanError as error:
             where = ", ".join(layout.names(layout.tensor_axes)) or "no axis"
             reasons.append(f"Tensors split on {where} were tried: {error}")
@@ -106,11 +138,7 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
         )
     layout, priced, remarks = min(found, key=lambda one: _distance(plan, one[1]))
     remarks = (*(stages.remarks if stages else ()), *remarks, *_too_large(priced), *reasons)
-    made = Exported("", plan, priced, remarks)
-    made = replace(made, text=write_torch(layout, bare, _notes(made), text))
-    if stages:
-        check_stages(made.text, trial)
-    return made
+    return layout, Exported("", plan, priced, remarks)
 
 
 def read_back(text: str, plan: AnyPlan, model: nn.Module) -> tuple[AnyPlan, tuple[str, ...]]:
@@ -155,7 +183,7 @@ def _too_large(priced: AnyPlan) -> list[str]:
 def _notes(exported: Exported) -> list[str]:
     plan = exported.plan
     notes = [
-        f"Plain PyTorch for mesh {plan.mesh}, written by autopar, which it does not need.",
+        f"For mesh {plan.mesh}, written by autopar, which it does not need.",
         f"Cluster {plan.cluster.name}, optimizer {plan.training.described}. {exported.summary}",
     ]
     notes += list(exported.remarks)

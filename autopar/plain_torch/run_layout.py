@@ -25,14 +25,14 @@ def namespace_of(text: str) -> dict[str, Any]:
     return names
 
 
-def fitted(layout: TorchLayout, example: ExampleRun) -> tuple[TorchLayout, str]:
+def fitted(layout: TorchLayout, example: ExampleRun, *, may_divide: bool = True) -> tuple[TorchLayout, str]:
     """(the layout with the attributes that count what is split, "") if attention has a rank's heads then, else the
-    layout without that attention, and why: the model's own code would compute something else.
+    layout without that attention, and why: the model's own code would compute something else. `may_divide`: attributes.
     """
     if not layout.tensor_axes:
         return layout, ""
     reason = ""
-    for divided in _divisions(layout, example):
+    for divided in _divisions(layout, example) if may_divide else ({},):
         tried = replace(layout, divided=divided)
         reason = _differs(tried, example)
         if not reason:

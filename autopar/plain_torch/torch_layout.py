@@ -64,10 +64,13 @@ class TorchLayout:
         return tuple(self.mesh.axis_names[axis] for axis in axes)
 
 
-def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) -> Iterator[TorchLayout]:
+def near(
+    plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False, products: tuple[type[nn.Module], ...] = ()
+) -> Iterator[TorchLayout]:
     """The layouts near `plans`, those of the stages of `model`: for each choice of tensor axes what the plans split
     there, with parameters stored as the plans store most of them. `in_stages`: without DistributedDataParallel, whose
     reducer fails at the second step of torch's pipelines (2.13: "rebuilt parameter indices size is not same").
+    `products`: the classes of modules that can be split; none: those of torch and transformers' Conv1D.
     """
     mesh, stacks = plans[0].mesh, stacks_of(model)
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
@@ -76,7 +79,7 @@ def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) ->
         styles: dict[str, str] = {}
         met: dict[str, frozenset[str]] = {}
         for plan, structure in zip(plans, structures):
-            own, own_met = split_modules(plan, structure, tensor, model)
+            own, own_met = split_modules(plan, structure, tensor, model, products)
             styles |= own
             met |= own_met
         ties = tuple(dict.fromkeys(_ties(plans, styles, model)))
@@ -96,7 +99,11 @@ def near(plans: Sequence[Plan], model: nn.Module, *, in_stages: bool = False) ->
 
 
 def split_modules(
-    plan: Plan, structure: Structure, axes: tuple[int, ...], model: nn.Module
+    plan: Plan,
+    structure: Structure,
+    axes: tuple[int, ...],
+    model: nn.Module,
+    products: tuple[type[nn.Module], ...] = (),
 ) -> tuple[dict[str, str], dict[str, frozenset[str]]]:
     """(FQN -> style of each module whose weight the plan splits on all of `axes`, and torch can split; `met`)."""
     graph = plan.graph
@@ -108,7 +115,7 @@ def split_modules(
         signatures = [strategy.signatures[axis] for axis in axes]
         if kind in ("column", "row") and axes:
             is_split = all(any(is_kind(k, op, s, slots) for k in ("column", "row")) for s in signatures)
-            if is_split and (owner := _owner(op, weights[op.name], model)):
+            if is_split and (owner := _owner(op, weights[op.name], model, products)):
                 chosen[op.name], owners[op.name] = kind, owner
     paired, met = _paired(graph, structure, chosen)
     styles = {owners[name]: style for name, style in paired.items()}
@@ -191,11 +198,12 @@ def _after_last_product(graph: Graph) -> frozenset[str]:
     return frozenset(after)
 
 
-def _owner(op: Op, weight: str, model: nn.Module) -> str:
+def _owner(op: Op, weight: str, model: nn.Module, products: tuple[type[nn.Module], ...]) -> str:
     """The FQN of the module of a product, if torch can split it; of a tied weight the module that calls."""
     for path in (op.module, weight.rpartition(".")[0]):
         module = model.get_submodule(path)
-        if path and (type(module) is nn.Linear or is_conv1d(module)):
+        can_split = type(module) in products if products else type(module) is nn.Linear or is_conv1d(module)
+        if path and can_split:
             return path
     return ""
 

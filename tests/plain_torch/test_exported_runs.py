@@ -72,6 +72,15 @@ BETWEEN = tuple((name, "tp=4", "megatron") for name in ("Qwen3", "Olmo2", "gate"
 )
 
 
+# Files for transformers, which says itself how it splits modules.
+OF_TRANSFORMERS = (("Qwen3", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3", "hf"),)
+MANY_OF_TRANSFORMERS = tuple(
+    (name, mesh, plan, "hf")
+    for name in ("gpt2", "Mistral", "Qwen2", "Qwen3", "Olmo2", "bert", "vit")
+    for mesh, plan in (("tp=4", "megatron"), ("dp=2,tp=2", "megatron:dp=2,tp=2,zero2"), ("a=2,b=2", "zero3"))
+)
+
+
 @functools.cache
 def traced(name: str) -> Graph:
     case = build(name)
@@ -89,11 +98,12 @@ def in_stages(name: str, mesh: Mesh, plan: str, schedule: str, num: int) -> Stag
 
 def exported(name: str, mesh: Mesh, plan: str, path: Path, *schedule: Any) -> dict[str, Any]:
     case = build(name)
-    if schedule:
+    to = "hf" if schedule == ("hf",) else "torch"
+    if schedule and to == "torch":
         found = in_stages(name, mesh, plan, *schedule)
     else:
         found = named_plan(plan, case.model, traced(name), mesh, CPU, ANYTHING)
-    made = export(found, case.model, path, case.args, case.kwargs)
+    made = export(found, case.model, path, case.args, case.kwargs, to=to)
     case_name = f"{name} {mesh} {plan} {schedule}"
     return {"name": case_name, "file": str(path), "model": name, "shape": mesh.shape, "summary": made.summary}
 
@@ -135,6 +145,16 @@ def test_files_train_as_one_device_without_autopar(tmp_path):
 @pytest.mark.multirank
 def test_files_train_as_one_device_with_parameters_between_split_products(tmp_path):
     check(BETWEEN, tmp_path)
+
+
+@pytest.mark.multirank
+def test_plans_of_transformers_train_as_one_device(tmp_path):
+    check(OF_TRANSFORMERS, tmp_path)
+
+
+@pytest.mark.multirank
+def test_plans_of_transformers_of_all_models_train_as_one_device(tmp_path):
+    check(MANY_OF_TRANSFORMERS, tmp_path)
 
 
 @pytest.mark.multirank

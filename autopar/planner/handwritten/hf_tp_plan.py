@@ -70,8 +70,8 @@ def _style(styles: Mapping[str, str], fqn: str) -> str:
 
 
 def generic(fqn: str) -> str:
-    """The FQN with "*" for numbers."""
-    return re.sub(r"\d+", "*", fqn)
+    """The FQN with "*" for the numbers of layers, as transformers has it."""
+    return re.sub(r"\.\d+(\.|$)", r".*\1", fqn)
 
 
 def weights_of(graph: Graph, structure: Structure) -> dict[str, str]:
