@@ -12,6 +12,9 @@ from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
 from autopar.plain_torch.export_plan import Exported, export_hf
+from autopar.plain_torch.module_calls import ExampleRun
+from autopar.plain_torch.torch_layout import TorchLayout
+from autopar.plain_torch.write_hf import fitted_hf
 from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages
@@ -75,8 +78,9 @@ def test_what_transformers_cannot_have_is_refused_by_name(tmp_path, capsys):
     staged = hand_plan_in_stages("pp=2", graph, parse_mesh("pp=2"), CPU, PlanRequest(num_microbatches=2))
     with pytest.raises(PlanError, match=r"2 stages and 2 microbatches; transformers' pipelines generate text alone"):
         export_hf(staged, case.model, case.args, case.kwargs)
-    made, _ = exported("Mistral", "megatron:tp=2,dp=2", Mesh((2, 2), ("tp", "dp")))
-    assert any("tp is not the last axis of mesh tp=2,dp=2; change the order" in remark for remark in made.remarks)
+    layout = TorchLayout(Mesh((2, 2), ("tp", "dp")), (), data_axes=(1,), shard_axes=(1,), tensor_axes=(0,))
+    with pytest.raises(PlanError, match=r"tp is not the last axis of mesh tp=2,dp=2; change the order"):
+        fitted_hf(layout, ExampleRun(case.model, case.args, case.kwargs, [graph]))
     (tmp_path / "net.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(8, 8), (torch.ones(4, 8),), {}\n"
     )
