@@ -22,8 +22,8 @@ from bench.rows import parser, selected
 
 @dataclass(frozen=True, slots=True)
 class Tight:
-    """A model that does not fit: a target with sizes, on a mesh whose devices have `share` of the least memory that was
-    searched and fits.
+    """A model that does not fit: a target with sizes, on a mesh whose devices have `share` of the least limit under
+    which a plan is found.
     """
 
     target: str
@@ -75,7 +75,7 @@ def _cells(row: Row) -> Iterable[tuple[str, ...]]:
 
 TABLE = Table(
     "What would fit",
-    "Settings in which no plan fits (by calculation): devices have a share of the least memory that was found to do."
+    "Settings in which no plan is found (by calculation): the limit is a share of the least one under which one is."
     " Each change alone makes a plan fit whose predicted peak is within the limit; in brackets the nearest value that"
     " was searched and has no plan.",
     ("setting", "limit", "changes", "CPU s"),
@@ -104,20 +104,23 @@ def _within(limit_bytes: float | None) -> PlanRequest:
 
 
 def _too_little(task: FitTask, share: float) -> PlanRequest:
-    """A request with a `share` of the least memory that was found to do; less if a plan is found even for that, which a
+    """A request with a `share` of the least limit that was found to do; less if a plan is found even for that, which a
     search has missed before that ended by its time.
     """
-    least_bytes = _least_bytes(task)
+    limit_bytes = share * _least_bytes(task)
     while True:
-        request = _within(share * least_bytes)
+        request = _within(limit_bytes)
         try:
-            least_bytes = max(task.plan(request=request).peak_bytes)
+            task.plan(request=request)
         except InfeasibleError:
             return request
+        limit_bytes *= share
 
 
 def _least_bytes(task: FitTask) -> float:
-    """The least memory of a device that was found to do."""
+    """The least limit under which a plan is found: above that plan's predicted peak, as the estimates are that a search
+    goes by.
+    """
     ample = float(max(task.plan().peak_bytes))
 
     def attempt(num_bytes: float) -> AnyPlan:
@@ -127,7 +130,8 @@ def _least_bytes(task: FitTask) -> float:
     while fits > ENOUGH * refused:
         middle = (fits * refused) ** 0.5
         try:
-            fits = min(middle, max(attempt(middle).peak_bytes))
+            attempt(middle)
+            fits = middle
         except InfeasibleError:
             refused = middle
     return fits
