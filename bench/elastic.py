@@ -33,7 +33,8 @@ from bench.report import Row, add
 
 ROOT = Path(__file__).parents[1]
 NUM_KILLS, NUM_RANKS, SEED = 20, 4, 0
-SAVE_EVERY, PAUSE_S = 5, 0.1  # seconds that each step takes longer, so that there is time to save
+SAVE_EVERY = 5
+KILLS_PAUSE_S, MEMBERS_PAUSE_S = 0.1, 0.5  # that each step takes longer: there is time to save, and to join
 MEMBERS = (4, 3, 2, 4)  # ranks, one number after the other
 STEPS_EACH = 25  # with so many ranks
 MOST_S = 1800.0  # a run that takes longer hangs
@@ -74,7 +75,7 @@ def kills() -> dict[str, list[Row]]:
         folder, start = Path(name), time.time()
         (folder / "faults.json").write_text(json.dumps(faults))
         options = ("--standalone", "--nproc-per-node", str(NUM_RANKS), "--max-restarts", str(NUM_KILLS + 2))
-        agent = _start(folder, options, num_steps)
+        agent = _start(folder, options, num_steps, KILLS_PAUSE_S)
         try:
             if agent.wait(MOST_S):
                 raise RuntimeError(_tail(folder))
@@ -97,7 +98,7 @@ def _saving(step: int) -> int:
 
 def members() -> dict[str, list[Row]]:
     """One run of agents of a rank each, of which there are `MEMBERS`, one number after the other."""
-    num_steps, agents, found = STEPS_EACH * len(MEMBERS), [], []
+    num_steps, agents, found = STEPS_EACH * (len(MEMBERS) + 3), [], []  # joining takes a while, in which two go on
     with tempfile.TemporaryDirectory() as name:
         folder, start = Path(name), time.time()
         # in which the agents meet: that of an agent would end with it
@@ -107,7 +108,7 @@ def members() -> dict[str, list[Row]]:
         options += ("--rdzv-conf", RENDEZVOUS)
 
         def join() -> subprocess.Popen:
-            return _start(folder, options, num_steps)
+            return _start(folder, options, num_steps, MEMBERS_PAUSE_S)
 
         try:
             agents.extend(join() for _ in range(MEMBERS[0]))
@@ -131,11 +132,13 @@ def members() -> dict[str, list[Row]]:
         return {CHANGES.title: rows, WHOLE.title: [whole]}
 
 
-def _start(folder: Path, options: Sequence[str], num_steps: int) -> subprocess.Popen:
+def _start(folder: Path, options: Sequence[str], num_steps: int, pause_s: float) -> subprocess.Popen:
     """An agent of torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "bench" / "elastic_script.py")]
-    command += [str(folder), "--steps", str(num_steps), "--save-every", str(SAVE_EVERY), "--pause", str(PAUSE_S)]
+    command += [str(folder), "--steps", str(num_steps), "--save-every", str(SAVE_EVERY), "--pause", str(pause_s)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "AUTOPAR_CLUSTER": "cpu"}
+    # agents that keep the store of their first meeting wait there in vain for those that join later (torch 2.13)
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "printed").open("a") as printed:
         return subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
 

@@ -70,7 +70,7 @@ def test_it_costs_no_more_than_a_plan_whose_layers_are_alike(share, name="gpt2")
 
 
 def test_the_bound_holds_of_every_plan_in_two_groups(name="gpt2"):
-    table = limited(alike(name)[1].table, 0.3)
+    table = limited(alike(name)[1].table, 0.1)  # so little that layers alike leave a gap
     around = solve(table, is_brief=True).around
     over, within = (memory_of(table, end) for end in around)
     apart, share = ends_apart(fold(traced(name))), (table.memory_limit_bytes - within) / (over - within)
