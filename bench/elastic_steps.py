@@ -24,7 +24,7 @@ import autopar.elastic
 from bench.models import GPT
 
 SEQUENCE, ROWS = 128, 4  # of a rank
-TURNS, STEPS, SAVE_EVERY = 8, 40, 20
+TURNS, STEPS, SAVE_EVERY = 5, 20, 10
 
 
 def network() -> torch.nn.Module:
