@@ -229,7 +229,7 @@ def steps(what: str, num_ranks: int) -> Row:
 
 
 def saves() -> dict[str, list[Row]]:
-    """A checkpoint in twenty steps beside none; a rank alone leaves a core of two to the thread that writes."""
+    """Checkpoints every ten steps beside none; a rank alone leaves a core of two to the thread that writes."""
     return {STEPS.title: [{"row": name} | steps("saves", n) for n, name in zip((1, 2), STEPS.rows)]}
 
 
