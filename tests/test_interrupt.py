@@ -1,5 +1,6 @@
 """One Ctrl-C ends commands that make several plans; what is printed then is what was found before."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -132,7 +133,12 @@ def test_a_sweep_ends_in_the_middle_of_a_point(
 
     monkeypatch.setattr("autopar.cli.sweep_command.status", status)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})  # two workers on any machine
+    other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,), daemon=True)
+    other.start()  # a process of the caller, which is no worker
     assert main(["sweep", target, "--cluster", "h100", "--devices", "2", "--batch", "64,128"]) == STATUS
     assert time.monotonic() - struck_s[0] < 60  # of the 600 s of the second point
     found = capsys.readouterr()
     assert found.err.endswith("points were planned\n") and "128" not in found.out
+    other.join(1.0)
+    assert other.is_alive()
+    other.kill()

@@ -3,14 +3,13 @@
 import ctypes
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import workers
-from tests.workers import RankCrash, RankError, device_mesh
+from tests.workers import RankError, device_mesh
 
 pytestmark = pytest.mark.multirank
 
@@ -41,13 +40,8 @@ def die_on(rank: int) -> None:
         os._exit(3)
 
 
-def crash_if_old(folder: Path) -> int:
-    """Read address 0, in the first ranks that come here."""
-    mark = folder / str(dist.get_rank())
-    if dist.get_rank() == 1 and not mark.exists():
-        mark.touch()
-        ctypes.string_at(0)
-    return dist.get_rank()
+def crash() -> None:
+    ctypes.string_at(0)
 
 
 def sleep(seconds: float) -> None:
@@ -75,16 +69,9 @@ def test_a_rank_lost_amid_a_collective_costs_no_more_than_a_restart(ranks4, func
     assert time.monotonic() - start < 30
 
 
-def test_a_crash_of_old_ranks_is_told_and_of_new_ones_fails(ranks4, tmp_path):
-    ranks4.run(pid)
-    with pytest.warns(
-        UserWarning, match=r"crash_if_old is run again: rank 1:\nthe process died \(SIGSEGV\)(.|\n)*string_at"
-    ):
-        assert ranks4.run(crash_if_old, tmp_path) == [0, 1, 2, 3]
-    ranks4.stop()
-    (tmp_path / "1").unlink()
-    with pytest.raises(RankCrash, match="SIGSEGV"):
-        ranks4.run(crash_if_old, tmp_path)
+def test_a_crash_is_told_with_its_signal_and_place(ranks4):
+    with pytest.raises(RankError, match=r"the process died \(SIGSEGV\)(.|\n)*string_at"):
+        ranks4.run(crash)
 
 
 def test_ranks_that_have_had_many_calls_are_replaced(ranks4, monkeypatch):

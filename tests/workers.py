@@ -10,7 +10,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 START_S = 120.0
 ANSWER_S = 300.0  # no test takes as long, on a machine that does other things besides; ranks that do are stuck
 DIED = "the process died"
-MOST_CALLS = 60  # after which new ranks are started: after hours of tests in one process they were slow, or one died
+MOST_CALLS = 60  # after which new ranks are started: after hours of tests in one process they were slow
 GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
 PRELOAD = [
@@ -51,10 +50,6 @@ class RankError(AssertionError):
     """A rank raised, hung or died; the message has the first failing rank's traceback."""
 
 
-class RankCrash(RankError):
-    """A signal ended a rank that nobody has sent."""
-
-
 class Ranks:
     """`num_ranks` processes in one world; a failed or hung call ends them, the next call starts new ones.
 
@@ -74,19 +69,9 @@ class Ranks:
         """Call `function(*args)` on every rank and return their results in rank order.
 
         The function is found by its qualified name, arguments and results are pickled. RankError as soon as a rank
-        fails. A crash in ranks that had calls before may be of those: it is told as a warning, and the call is made
-        again in new ones.
+        fails.
         """
-        payload, is_new = pickle.dumps((function, args)), not self._is_alive()
-        try:
-            return self._call(payload, timeout_s)
-        except RankCrash as crash:
-            if is_new:
-                raise
-            warnings.warn(f"{function.__module__}.{function.__qualname__} is run again: {crash}", stacklevel=2)
-            return self._call(payload, timeout_s)
-
-    def _call(self, payload: bytes, timeout_s: float) -> list[Any]:
+        payload = pickle.dumps((function, args))
         if not self._is_alive():
             self._start()
         self._num_calls += 1
@@ -138,7 +123,7 @@ class Ranks:
 
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
-        failure, has_died, error = "", False, RankError
+        failure, has_died = "", False
         waiting = dict(zip(self._connections, range(self.num_ranks)))
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -151,14 +136,13 @@ class Ranks:
                 results[rank], text = _receive(connection)
                 if text == DIED:
                     has_died, text = True, self._how_died(rank)
-                    error = RankCrash if "(SIG" in text else error
                 if text and not failure:
                     failure = f"rank {rank}:\n{text}"
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failure:
             if has_died:  # its end of the pipe closes a moment before the process counts as dead
                 self.stop()
-            raise error(failure)
+            raise RankError(failure)
         return [results[rank] for rank in range(self.num_ranks)]
 
 

@@ -153,6 +153,7 @@ def _planned(tasks: Sequence[PointTask], workers: int, tell: Callable[[str], Non
             yield task.plan()
         return
     alone = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}  # Ctrl-C reaches them as well
+    others = {*multiprocessing.active_children()}  # the caller's own
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), **alone)
     try:
         for number, point in enumerate(pool.map(PointTask.plan, tasks)):
@@ -160,5 +161,5 @@ def _planned(tasks: Sequence[PointTask], workers: int, tell: Callable[[str], Non
             yield point
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for worker in multiprocessing.active_children():  # after Ctrl-C each is in the middle of a point
+        for worker in {*multiprocessing.active_children()} - others:  # after Ctrl-C each is in the middle of a point
             worker.terminate()
