@@ -24,6 +24,7 @@ from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Progress
 from autopar.planner.choose import choose_plan
+from autopar.planner.choose_devices import choose_devices
 from autopar.planner.request import ANYTHING, PlanRequest, check_shares, request_of
 from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
@@ -74,7 +75,8 @@ def plan(
     `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to
         factorise it. An axis called "pp" holds the stages of a pipeline and is priced as the outermost; an open mesh
         gets one if that is faster.
-    `cluster`: a preset's name, a JSON file or a Cluster; required unless `mesh` is a DeviceMesh.
+    `cluster`: a preset's name, a JSON file, groups of devices that differ ("8 v100 + 8 p100 over 3GB/s"; the plan is on
+        all of them or some) or a Cluster; required unless `mesh` is a DeviceMesh.
     `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}.
     `memory_limit_bytes`: per device; by default nine tenths of the memory of the cluster's devices.
     `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan
@@ -97,7 +99,7 @@ def plan(
     graph = traced(skeleton(model), loss_fn, args, kwargs)
     check_shares(request, graph)
     with _telling(graph, planar, request) as progress:
-        return _with_notes(choose_plan(graph, planar, found, request, progress=progress, predict=rank_peaks))
+        return _with_notes(choose_devices(graph, planar, found, request, progress=progress, predict=rank_peaks))
 
 
 def compile(
@@ -172,7 +174,7 @@ def compile(
     mesh = _device_mesh(mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    parts, checks = _parts(mesh, batch, request, given), {"check": bool(check), "is_strict": check == "strict"}
+    parts, checks = _parts(mesh, batch, request, given, found), {"check": bool(check), "is_strict": check == "strict"}
     planner = _Planner(mesh, found, request, given, isinstance(plan, Plan | StagedPlan) and not plan.is_from_file)
     module = shard_module(model, mesh, planner, loss_fn, parts=parts, outputs=outputs, **checks)
     if args is not None or kwargs is not None:
@@ -207,10 +209,17 @@ def _check_open(mesh: AnyMesh, has_example: bool, batch: str | Sequence[str]) ->
         raise MeshError(f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes")
 
 
-def _parts(mesh: DeviceMesh, batch: str | Sequence[str], request: PlanRequest, given: str | None) -> LocalBatch | None:
+def _parts(
+    mesh: DeviceMesh, batch: str | Sequence[str], request: PlanRequest, given: str | None, cluster: Cluster | None
+) -> LocalBatch | None:
     """The parts of the batch that ranks give, in the shares that are asked for or those of a plan in the text `given`;
     a plan for another mesh is refused later.
     """
+    if cluster is not None and cluster.groups is not None and batch != "global" and not request.shares:
+        raise AutoparError(
+            f"batch={batch!r}: the rows of each rank of {cluster.name} are not known before planning; give shares=, or"
+            " plan= with a plan that was made before, whose mesh.shares has them"
+        )
     own = mesh_of(mesh)
     placed = request.in_shares(own) if given is None else staged_plan.mesh_in(given)
     return local_batch(mesh, batch, placed.shares if placed.shape == own.shape else ())

@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,28 @@ PIPELINE = "pp"
 SHARING = frozenset((PIPELINE, "tp", "cp", "sp", "mp", "model"))
 
 
+class SeenShares(tuple[int, ...]):
+    """Shares of the batch as the rank of index `seen` on their axis sees them: sizes are those of its rows, where they
+    are otherwise those of the largest share. They are unequal to the same shares as others see them.
+    """
+
+    seen: int
+
+    def __new__(cls, rows: Iterable[int], seen: int) -> "SeenShares":
+        made = super().__new__(cls, rows)
+        made.seen = seen
+        return made
+
+    def __getnewargs__(self) -> tuple[tuple[int, ...], int]:
+        return tuple(self), self.seen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SeenShares) and self.seen == other.seen and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.seen))
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major.
@@ -25,7 +48,7 @@ class Mesh:
     only one way. MeshError for other names, or sizes below 1.
 
     `shares`: the rows of the batch that each rank of one axis gets, (axis, its ranks' rows); (): all get as many. They
-    are no part of `str(mesh)`.
+    are no part of `str(mesh)`. What is priced on the mesh is the rank with the most rows, or that of `SeenShares`.
     """
 
     shape: tuple[int, ...]

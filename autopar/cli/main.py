@@ -40,6 +40,7 @@ from autopar.page.write_page import can_write
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Watch
 from autopar.planner.choose import choose_plan
+from autopar.planner.choose_devices import choose_devices
 from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
@@ -169,7 +170,7 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
         "--cluster",
         default=default_cluster,
         required=default_cluster is None,
-        help=f"a preset's name or a JSON file{cluster}",
+        help=f"a preset, a JSON file, or groups of devices: '8 v100 + 8 p100 over 3GB/s'{cluster}",
     )
     parser.add_argument(
         "--hand",
@@ -370,7 +371,9 @@ def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan 
 def _found(options: argparse.Namespace, graph: Graph, tell: Tell) -> Plan | StagedPlan:
     """The plan that is searched for `graph`."""
     cluster, watch = load_cluster(options.cluster), _watching(options)
-    return choose_plan(graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=watch)
+    return choose_devices(
+        graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=watch
+    )
 
 
 def _asked(options: argparse.Namespace, plan: Plan | StagedPlan, tell: Tell) -> Asked:

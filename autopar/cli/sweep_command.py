@@ -26,7 +26,7 @@ from autopar.page.page_data import sweep_page
 from autopar.page.plan_view import PlanView, plan_view
 from autopar.page.write_page import can_write, write_page
 from autopar.peak_memory.predict import rank_peaks
-from autopar.planner.choose import choose_plan
+from autopar.planner.choose_devices import choose_devices
 from autopar.planner.request import PlanRequest
 from autopar.planner.status import status
 from autopar.plans.serialise import write
@@ -36,7 +36,9 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the arguments of `autopar sweep`."""
     parser.add_argument("target", metavar="TARGET", help="a built-in model or path.py:function, as for explain")
     parser.add_argument("--devices", required=True, type=_numbers, metavar="N,...", help="e.g. 8,16,64,1024")
-    parser.add_argument("--cluster", required=True, metavar="NAME,...", help="presets or JSON files")
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME,...", help="presets, JSON files or groups, as for explain"
+    )
     batches = parser.add_mutually_exclusive_group()
     batches.add_argument(
         "--batch",
@@ -83,7 +85,7 @@ class PointTask:
         """The point, one with an error where there is no plan, and a page's view of its plan if asked for."""
         graph, cluster = _graph(self.target, self.batch), load_cluster(self.cluster)
         try:
-            plan = choose_plan(graph, Devices(self.devices), cluster, self.request, predict=rank_peaks)
+            plan = choose_devices(graph, Devices(self.devices), cluster, self.request, predict=rank_peaks)
         except AutoparError as error:
             samples, tokens = batch_of(graph)
             return ScalingPoint(self.target, cluster.name, self.devices, samples, tokens, error=str(error)), None

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.costmodel.cluster.device_groups import ways_across
 from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import GroupRate, group_rate
 from autopar.mesh import Mesh
@@ -204,11 +205,17 @@ def collective_times(
     """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm for the slowest group.
 
     0 on one device. `latency_share`: the share of the latency for a member of a bucket; `is_copied`: whether it is
-    copied into the bucket's tensor and out of the result.
+    copied into the bucket's tensor and out of the result. Across groups of devices it is that of the slowest.
     """
     num_members = _num_members(mesh_shape, axes)
     if num_members == 1:
         return np.zeros(np.shape(num_bytes))
+    if cluster.groups is not None and 0 in axes and mesh_shape[0] > 1:
+        flags = {"latency_share": latency_share, "is_copied": is_copied}
+        each = (
+            collective_times(way, mesh_shape, axes, kind, num_bytes, **flags) for way in ways_across(cluster.groups)
+        )
+        return np.max(list(each), axis=0)
     sizes = np.asarray(num_bytes, dtype=np.float64)
     times = [
         np.min([p.alpha_s * latency_share + p.beta_s_per_byte * sizes for p in choices], axis=0)

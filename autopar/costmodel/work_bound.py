@@ -1,13 +1,16 @@
 """A lower bound of the step time from the work alone, for all strategies."""
 
 from functools import cache
+from itertools import product
 
-from autopar.costmodel.cluster.hardware import Cluster
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster, DeviceGroups
 from autopar.costmodel.memory import update_bytes, update_time
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Op
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SeenShares
 from autopar.sbp.placement import I
 
 
@@ -16,13 +19,53 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
     free.
 
     It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
+    A rank that sees fewer rows of the batch than others has that share of an op that is split by rows.
     """
-    whole, best = (I,) * mesh.ndim, cluster.at_best()
+    share = 1 / mesh.num_devices
+    for axis, rows in mesh.shares:
+        if isinstance(rows, SeenShares):
+            share = min(share, rows[rows.seen] / sum(rows) * mesh.shape[axis] / mesh.num_devices)
+    return share * sum(work_s(graph, cluster, training))
+
+
+def work_s(graph: Graph, cluster: Cluster, training: Training = WHOLE_BATCH) -> tuple[float, ...]:
+    """The least seconds of each op of `graph` as a whole, and last those of the update, on one device; no parts of an
+    op take less together.
+    """
+    best = cluster.at_best()
 
     @cache
     def op_s(op: Op) -> float:
         return sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), best))
 
-    updated = [update_bytes(item, whole, mesh.shape, training) for item in graph.inputs]
-    ops_s = sum(op_s(op.nameless) for op in graph.ops)
-    return (ops_s + update_time(sum(updated), sum(map(bool, updated)), cluster)) / mesh.num_devices
+    updated = [update_bytes(item, (I,), (1,), training) for item in graph.inputs]
+    update_s = update_time(sum(updated), sum(map(bool, updated)), cluster)
+    return (*(op_s(op.nameless) for op in graph.ops), update_s)
+
+
+def speeds_floor_s(graph: Graph, groups: DeviceGroups, training: Training = WHOLE_BATCH) -> float:
+    """Seconds that no plan takes less than on all devices of `groups`, or on some of them: the sum of their speeds.
+
+    Whatever part of each op each device has, the work of an op is done once at least: a linear program over the parts
+    of each op that each group has, of which the dual is solved. With prices y of a group's seconds, all devices' sum
+    1, the least T is at least the sum over ops of the least y * work of any group; each y gives a bound.
+    """
+    counts = [count for count, _ in groups.members]
+    work = np.array([work_s(graph, one, training) for _, one in groups.members])  # [groups, ops]
+
+    def bound_s(prices: np.ndarray) -> float:
+        return float((prices[:, None] * work).min(axis=0).sum() / (prices @ counts))
+
+    whole_s = work.sum(axis=1)
+    prices = 1 / np.maximum(whole_s, 1e-30)  # exact where all ops are equally much faster on one group than on another
+    best_s = bound_s(prices)
+    for step in (1.5, 1.2, 1.05, 1.01, 1.002):
+        is_better = True
+        while is_better:
+            is_better = False
+            for group, factor in product(range(len(counts)), (step, 1 / step)):
+                tried = prices.copy()
+                tried[group] *= factor
+                if (found_s := bound_s(tried)) > best_s * (1 + 1e-9):
+                    prices, best_s, is_better = tried, found_s, True
+    return best_s

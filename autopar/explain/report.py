@@ -13,6 +13,7 @@ from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.costmodel.roofline import op_time
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import origin_of_figures
+from autopar.explain.group_rows import GroupRow, group_rows
 from autopar.explain.stayed_whole import WholeRow, stayed_whole
 from autopar.ir.graph import Value, short_dtype
 from autopar.ir.op_facts import family, is_view
@@ -116,6 +117,7 @@ class Report:
     gap: float
     found_by: str
     notes: tuple[str, ...]
+    groups: tuple[GroupRow, ...]
     hand: Mapping[str, HandCosts]
     meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
@@ -133,7 +135,7 @@ class Report:
 
 
 def report(plan: Plan) -> Report:
-    """The report of a plan; nothing is priced again."""
+    """The report of a plan; nothing is priced again but what each group of unequal devices takes."""
     costs = plan.costs
     return Report(
         mesh=str(plan.mesh),
@@ -168,6 +170,7 @@ def report(plan: Plan) -> Report:
         gap=plan.gap,
         found_by=plan.found_by,
         notes=notes(plan),
+        groups=group_rows(plan),
         hand=dict(plan.hand),
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),

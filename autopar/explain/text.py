@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from autopar.explain.common_text import hand_table, on_host_lines, origin, step_line, table, timings_line, title, unfit
+from autopar.explain.group_rows import format_groups
 from autopar.explain.report import CollectiveRow, GatheredOutputs, InputRow, OpRow, Report
 from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
@@ -17,6 +18,7 @@ def format_report(report: Report) -> str:
     """The text of a report, in sections of fixed order; the same plan gives the same text."""
     sections = [_head(report), _ops(report), _inputs(report), _collectives(report), _memory(report), _time(report)]
     remarks = [
+        format_groups(report.groups),
         _hand(report),
         _meshes(report),
         _without_rule(report),
@@ -198,9 +200,8 @@ def _uneven(report: Report) -> str:
     longer = (
         f" Ops take {format_seconds(report.uneven_s)} a step longer than on equal parts." if report.uneven_s else ""
     )
-    return (
-        f"Split in parts that differ in size, those of the first rank the largest and the price: {names}{more}.{longer}"
-    )
+    what = "Split in parts that differ in size, priced as the first rank's, the largest, or in shares"
+    return f"{what}: {names}{more}.{longer}"
 
 
 def _stayed_whole(report: Report) -> str:

@@ -14,7 +14,7 @@ from autopar.costmodel.activations.count_storages import Storages
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import nesting
 from autopar.ir.graph import Input
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SeenShares
 from autopar.peak_memory.device_kernels import namespace_on
 from autopar.runtime.accumulate import OpenStep, open_step
 from autopar.runtime.load_program import compile_source
@@ -61,10 +61,8 @@ class Rank:
             return None if how is None else Nest(how, (None,) * len(how.sizes))
 
         named = enumerate(zip(mesh.axis_names, mesh.shape))
-        most_first = {axis: tuple(sorted(sizes, reverse=True)) for axis, sizes in mesh.shares}
-        single = [
-            Axis(name, size, 0, None, nest((axis,)), shares=most_first.get(axis, ())) for axis, (name, size) in named
-        ]
+        first = {axis: _seen_first(sizes) for axis, sizes in mesh.shares}
+        single = [Axis(name, size, 0, None, nest((axis,)), shares=first.get(axis, ())) for axis, (name, size) in named]
         joint = [joint_axis([single[axis] for axis in axes], None, nest(axes)) for axes in program.joint_axes]
         stored = [
             (item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives
@@ -120,6 +118,13 @@ class _Away(Offload):
 
     def _bring(self, copy: Any) -> torch.Tensor:
         return torch.empty(copy.num_bytes, dtype=torch.uint8)
+
+
+def _seen_first(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shares with those of the rank that is run first: of the one that sees them, or of the largest."""
+    if isinstance(sizes, SeenShares):
+        return (sizes[sizes.seen], *sizes[: sizes.seen], *sizes[sizes.seen + 1 :])
+    return tuple(sorted(sizes, reverse=True))
 
 
 def _part(item: Input, layout: Layout, mesh: Mesh) -> torch.Tensor:

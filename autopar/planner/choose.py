@@ -17,6 +17,7 @@ from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.layouts.tie import fit_error
 from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stages
 from autopar.planner.request import ANYTHING, PlanRequest
+from autopar.planner.unequal_devices import plan_on_groups
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.proof.unknown_ops import with_unknown_ops
@@ -61,7 +62,7 @@ def choose_plan(
     graph = with_unknown_ops(request.training.reduced(graph), request.unknown_ops)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
-    ways = _ways(graph, mesh, request)
+    ways = _ways(graph, mesh, cluster, request)
     whole: Plan | None = None
     staged: Plan | StagedPlan | None = None
     failures: dict[Way, AutoparError] = {}
@@ -75,7 +76,8 @@ def choose_plan(
                 if way is Way.WHOLE and not (staged is not None and budget.is_spent):
                     part = replace(budget.part(share), has_other=way is not pending[-1])
                     asked |= {"budget": part, "to_beat_s": _to_beat_s(staged, mesh, cluster)}
-                    whole = make_plan(graph, mesh, cluster, request, **asked)
+                    make = make_plan if cluster.groups is None else plan_on_groups
+                    whole = make(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
                     step_s = math.inf if whole is None else whole.step_s
                     known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
@@ -95,7 +97,7 @@ def choose_plan(
     return plan
 
 
-def _ways(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way, ...]:
+def _ways(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> tuple[Way, ...]:
     """The ways to plan, in order.
 
     On a mesh without a pipeline axis microbatches and checkpointing only save memory: they come second, and are tried
@@ -107,7 +109,7 @@ def _ways(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
             f" first, or take a mesh without {PIPELINE}"
         )
-    if isinstance(mesh, Mesh) and mesh.shares:
+    if cluster.groups is not None or (isinstance(mesh, Mesh) and mesh.shares):
         return (Way.WHOLE,)
     if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return (Way.STAGED,)

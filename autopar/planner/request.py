@@ -81,7 +81,9 @@ class PlanRequest:
         return self.memory_limit_bytes
 
     def on(self, cluster: Cluster) -> "PlanRequest":
-        """The request with the memory limit of the cluster's devices if it has none."""
+        """The request with the memory limit of the cluster's devices if it has none; groups have one each."""
+        if cluster.groups is not None and cluster.groups.seen < 0:
+            return self
         limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes
         return replace(self, memory_limit_bytes=limit)
 

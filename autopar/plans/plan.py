@@ -12,9 +12,10 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import Devices, Mesh, SeenShares
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
+from autopar.plans.seen_rank import slowest
 from autopar.plans.serialise import HandCosts, SavedPlan
 from autopar.plans.validate import check_assignment, check_names
 from autopar.sbp.analysis.equal_runs import as_planned
@@ -135,7 +136,13 @@ def plan_of(
     memory_limit_bytes: float = math.inf,
     costs: Costs | None = None,
 ) -> Plan:
-    """The plan of an assignment without a search. costs: those of the assignment, None to evaluate them."""
+    """The plan of an assignment without a search. costs: those of the assignment, None to evaluate them.
+
+    On a cluster of groups of devices it is as the slowest group sees it, unless mesh and cluster are those of a group.
+    """
+    if cluster.groups is not None and not _is_seen(mesh, cluster):
+        seen = slowest(graph, assignment, mesh, cluster, training)
+        mesh, cluster, assignment, costs = seen.mesh, seen.cluster, seen.assignment, seen.costs
     costs = costs or evaluate(graph, assignment, mesh, cluster, training=training)
     return Plan(
         mesh=mesh,
@@ -147,3 +154,9 @@ def plan_of(
         assignment=assignment,
         costs=costs,
     )
+
+
+def _is_seen(mesh: Mesh, cluster: Cluster) -> bool:
+    """Whether the figures of a cluster of groups, and the shares, are those of one group."""
+    assert cluster.groups is not None, "a cluster of groups"
+    return cluster.groups.seen >= 0 and all(isinstance(rows, SeenShares) for _, rows in mesh.shares)

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.plans.plan import Plan, plan_of
-from autopar.sbp.placement import Layout
-from autopar.sbp.signature import Signature, Strategy
+from autopar.plans.seen_rank import in_shares
 
 
 def resplit(plan: Plan, sizes: Mapping[int, tuple[int, ...]]) -> Plan:
@@ -17,28 +16,7 @@ def resplit(plan: Plan, sizes: Mapping[int, tuple[int, ...]]) -> Plan:
     shares = tuple((axis, sizes[axis]) for axis, _ in plan.mesh.shares)
     if shares == plan.mesh.shares:
         return plan
-    by_axis, choices = dict(shares), plan.assignment
-
-    def layout(placed: Layout) -> Layout:
-        return tuple(replace(one, shares=by_axis[axis]) if one.shares else one for axis, one in enumerate(placed))
-
-    def strategy(chosen: Strategy) -> Strategy:
-        return Strategy(tuple(_signature(one, by_axis.get(axis, ())) for axis, one in enumerate(chosen.signatures)))
-
-    each: dict[str, Any] = {
-        name: {key: layout(one) for key, one in getattr(choices, name).items()}
-        for name in ("layouts", "kept", "outputs")
-    }
-    strategies = {name: strategy(one) for name, one in choices.strategies.items()}
-    place = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
-    changed = replace(choices, strategies=strategies, **each)
-    made = plan_of(plan.graph, changed, replace(plan.mesh, shares=shares), plan.cluster, **place)
+    place: dict[str, Any] = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
+    mesh = replace(plan.mesh, shares=shares)
+    made = plan_of(plan.graph, in_shares(plan.assignment, dict(shares)), mesh, plan.cluster, **place)
     return replace(made, found_by=plan.found_by, is_from_file=plan.is_from_file)
-
-
-def _signature(signature: Signature, sizes: tuple[int, ...]) -> Signature:
-    inputs, outputs = (
-        tuple(replace(one, shares=sizes) if one.shares else one for one in side)
-        for side in (signature.inputs, signature.outputs)
-    )
-    return replace(signature, inputs=inputs, outputs=outputs)

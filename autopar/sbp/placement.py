@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
+from autopar.mesh import SeenShares
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
@@ -258,12 +260,20 @@ def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int,
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest shape of a rank's part of a tensor of global `shape`: the first rank's, but for shares."""
+    """The largest shape of a rank's part of a tensor of global `shape`: the first rank's, but for shares, of which it
+    is the largest, or that of the rank that sees them (`SeenShares`).
+    """
     local = list(shape)
     for placement, size in zip(layout, mesh_shape):
         if placement.is_split:
-            local[placement.dim] = _largest_part(local[placement.dim], placement, size)
+            local[placement.dim] = _seen_part(local[placement.dim], placement, size)
     return tuple(local)
+
+
+def _seen_part(extent: int, placement: Placement, size: int) -> int:
+    if size > 1 and isinstance(placement.shares, SeenShares):
+        return shared_sizes(extent, placement.shares, placement.unit)[placement.shares.seen]
+    return _largest_part(extent, placement, size)
 
 
 def _largest_part(extent: int, placement: Placement, size: int) -> int:

@@ -237,13 +237,20 @@ def collectives_of(
 
 
 def _sent_elements(step: LayoutStep, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
-    """Elements of the larger buffer on the first rank, where parts differ: each is sent as if as large as the first."""
-    local = local_shape(shape, step.layout, mesh_shape)
+    """Elements of the larger buffer on the first rank, where parts differ: each is sent as if as large as the first,
+    and of shares as the largest, whichever rank sees them.
+    """
+    before = tuple(_unseen(one) if axis in step.axes else one for axis, one in enumerate(step.layout))
+    local = local_shape(shape, before, mesh_shape)
     if step.dst.is_split:
-        placed = tuple(step.dst if axis in step.axes else I for axis in range(len(mesh_shape)))
+        placed = tuple(_unseen(step.dst) if axis in step.axes else I for axis in range(len(mesh_shape)))
         local = local_shape(local, placed, mesh_shape)
     is_cut = step.src.is_split or step.dst.is_split
     return math.prod(local) * math.prod(mesh_shape[axis] for axis in step.axes if is_cut)
+
+
+def _unseen(placement: Placement) -> Placement:
+    return replace(placement, shares=tuple(placement.shares)) if placement.shares else placement
 
 
 def collectives_of_value(step: LayoutStep, value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

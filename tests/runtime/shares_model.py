@@ -1,6 +1,7 @@
 """Models trained in shares of the batch on ranks beside the same on one device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.costmodel.cluster.device_groups import joined
+from autopar.costmodel.cluster.load_cluster import LinkLevel, load_cluster
 from tests.workers import device_mesh
 
 
@@ -72,3 +75,16 @@ def in_shares(shape: tuple[int, ...], shares: tuple[int, ...], sizes: Sequence[i
     layouts = {item.fqn: str(layout[0]) for item, layout in program.inputs if item.kind == "argument"}
     rows = len(model(*given[0])[1])
     return {"difference": differ(found, trained(net(), batches)), "layouts": layouts, "rows": rows}
+
+
+def on_groups(counts: tuple[int, int], slower: float, rows: int) -> dict[str, Any]:
+    """On every rank: train on devices of two groups, of which the second is slower, and compare with one device."""
+    fast = load_cluster("cpu")
+    slow = replace(fast, name="slow", flops_per_s={"float32": fast.flops_per_s["float32"] / slower})
+    slow = replace(slow, memory_bandwidth_bytes_per_s=fast.memory_bandwidth_bytes_per_s / slower)
+    cluster = joined([(counts[0], fast), (counts[1], slow)], LinkLevel(0, 1e-9, 1e12))
+    batches, mesh = [batch_of(rows, seed) for seed in range(2)], device_mesh((sum(counts),), ("dp",))
+    model = autopar.compile(net(), mesh, args=batches[0], cluster=cluster)
+    found = trained(model, batches)
+    shares = model.plan.mesh.shares
+    return {"difference": differ(found, trained(net(), batches)), "shares": tuple(tuple(one) for _, one in shares)}

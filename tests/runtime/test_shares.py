@@ -4,11 +4,14 @@ import pytest
 import torch
 
 import autopar
+from autopar.api import _parts
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from tests.runtime.shares_model import batch_of, in_shares, net
+from autopar.planner.request import ANYTHING
+from tests.runtime.shares_model import batch_of, in_shares, net, on_groups
 from tests.runtime.test_uneven_parts import _check
 from tests.runtime.training import plan_called
 from tests.runtime.uneven_model import train_odd
@@ -42,6 +45,9 @@ def test_on_three_ranks() -> None:
         _check(ranks.run(train_odd, (3,), KINDS, {}, ((0, (4, 1, 2)),)))
         for found in ranks.run(in_shares, (3,), (1, 4, 2), (7, 7, 5), "global"):
             assert found["difference"] < 1e-11
+        for found in ranks.run(on_groups, (1, 2), 3.0, 3000):
+            ((fast, *slow),) = found["shares"]
+            assert found["difference"] < 1e-11 and fast > 2 * max(slow)
     finally:
         ranks.stop()
 
@@ -83,3 +89,8 @@ def test_the_largest_share_is_what_memory_and_time_are_of() -> None:
     assert costs[32, 32].total_memory_bytes == even.total_memory_bytes
     assert costs[56, 8].total_memory_bytes == costs[8, 56].total_memory_bytes > even.total_memory_bytes
     assert costs[56, 8].step_s == costs[8, 56].step_s > even.step_s
+
+
+def test_parts_of_ranks_that_are_not_planned_yet_are_refused() -> None:
+    with pytest.raises(AutoparError, match="not known before planning; give shares="):
+        _parts(None, "local", ANYTHING, None, load_cluster("2 v100 + 2 p100"))

@@ -37,6 +37,19 @@ class LinkLevel:
 
 
 @dataclass(frozen=True)
+class DeviceGroups:
+    """The groups of a cluster whose devices differ: (number of devices, their cluster), in the order of ranks.
+
+    `link`: of a device of one group to one of another; its size is 0. `seen`: the index of the group whose devices the
+    cluster's own figures are of; -1: none is chosen, and nothing can be priced.
+    """
+
+    members: tuple[tuple[int, "Cluster"], ...]
+    link: LinkLevel
+    seen: int = -1
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The hardware that a plan is made for.
 
@@ -53,6 +66,7 @@ class Cluster:
     `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
     device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused. `overlap`:
     the share of a collective's time in which devices compute at their full rate meanwhile, if nothing waits for it.
+    `groups`: of devices that differ (`device_groups.joined`); all other figures are then those of one of the groups.
     """
 
     name: str
@@ -72,6 +86,7 @@ class Cluster:
     calibration: Calibration | None = None
     attention_kernels: tuple[str, ...] = ()
     overlap: float = 0.0
+    groups: DeviceGroups | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -82,6 +97,8 @@ class Cluster:
     @property
     def num_devices(self) -> float:
         """The number of devices; infinity if the outermost level is unbounded."""
+        if self.groups is not None:
+            return sum(count for count, _ in self.groups.members)
         return math.prod(level.size or math.inf for level in self.levels)
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
@@ -114,15 +131,24 @@ class Cluster:
 
     def to_json(self) -> str:
         """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
+        if self.groups is not None:
+            return json.dumps(self._groups_content(self.groups), indent=2)
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         levels = [{key: item for key, item in level.items() if item != ()} for level in content["levels"]]
         nothing = (0.0, (), None, ALGORITHMS)
         kept = {key: item for key, item in content.items() if key not in _TERMS or item not in nothing}
         return json.dumps(kept | {"levels": levels}, indent=2)
 
+    def _groups_content(self, groups: DeviceGroups) -> dict[str, Any]:
+        """The content that `device_groups.groups_from` reads: the figures of all groups, whichever is seen."""
+        members = [{"num_devices": count, "cluster": json.loads(one.to_json())} for count, one in groups.members]
+        link = {"latency_s": groups.link.latency_s, "bandwidth_bytes_per_s": groups.link.bandwidth_bytes_per_s}
+        return {"version": VERSION, "name": self.name, "groups": members, "link": link}
+
 
 # The fields that `to_json` leaves out if they are nothing.
 _TERMS = ("kernel_s", "update_s", "overlap", "algorithms", "product_shares", "memory_shares") + (
+    "groups",
     "calibration",
     "attention_kernels",
 )
@@ -259,7 +285,13 @@ def _rows(fields: Mapping[str, Any], **kinds: type) -> dict[str, tuple]:
 
 
 def check_mesh(cluster: Cluster, num_devices: int) -> None:
-    """MeshError if the mesh has more devices than the cluster."""
+    """MeshError if the mesh has more devices than the cluster, or is not of all its groups as one of them sees it."""
+    if cluster.groups is not None and (num_devices != cluster.num_devices or cluster.groups.seen < 0):
+        raise MeshError(
+            f"cluster {cluster.name!r} has groups of devices that differ, {cluster.num_devices:.0f} devices together;"
+            f" found a mesh of {num_devices}: take a mesh of all, in a plan that is searched or a hand plan without"
+            " stages and microbatches"
+        )
     if num_devices > cluster.num_devices:
         found = f"the mesh has {num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices:.0f}"
         raise MeshError(f"{found}; take a smaller mesh or another cluster")

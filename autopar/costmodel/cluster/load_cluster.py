@@ -1,11 +1,14 @@
 """`load_cluster`: a cluster by name or file; `preset_of`: the name for the devices at hand."""
 
+import json
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
+from autopar.costmodel.cluster.device_groups import groups_from, parse_groups
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.hardware import cluster_from_json as one_kind_from_json
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.errors import AutoparError
 
@@ -13,7 +16,9 @@ __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster", "preset_
 
 
 def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
-    """The cluster of `spec`: a `Cluster`, the name of a preset, or the path of a JSON file.
+    """The cluster of `spec`: a `Cluster`, the name of a preset, the path of a JSON file, or groups of these whose
+    devices differ, "8 v100-25g + 8 p100", with "over 3.1GB/s" at the end to say what joins a device of one to that of
+    another.
 
     ValueError lists the presets if it is none of these, and names a file that `Cluster.to_json` has not written.
     """
@@ -23,6 +28,8 @@ def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
         return PRESETS[str(spec)]
     path = Path(spec)
     if not path.is_file():
+        if (groups := parse_groups(str(spec), load_cluster)) is not None:
+            return groups
         raise ValueError(
             f"no cluster {str(spec)!r}: expected the path of a JSON file or one of {', '.join(sorted(PRESETS))}"
         )
@@ -32,6 +39,28 @@ def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
         raise ValueError(f"{path}: not a cluster: expected JSON text, found other bytes ({error.reason})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def cluster_from_json(text: str) -> Cluster:
+    """The cluster that `Cluster.to_json` wrote, or {"groups": [{"num_devices": 8, "cluster": "v100-25g"}, ...], "link":
+    {"latency_s": ..., "bandwidth_bytes_per_s": ...}} with clusters as objects or names; ValueError for other text.
+    """
+    try:
+        fields = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        fields = None  # which the reader of one kind refuses
+    if isinstance(fields, dict) and "groups" in fields:
+        return groups_from(fields, _member)
+    return one_kind_from_json(text)
+
+
+def _member(spec: object) -> Cluster:
+    """The cluster of a group in JSON."""
+    if isinstance(spec, str) and spec in PRESETS:
+        return PRESETS[spec]
+    if not isinstance(spec, dict):
+        raise ValueError(f"a group's cluster is an object or one of {', '.join(sorted(PRESETS))}, found {spec!r}")
+    return one_kind_from_json(json.dumps(spec))
 
 
 def preset_of(device_type: str) -> str:
