@@ -12,6 +12,7 @@ import autopar
 from autopar.plans.plan import Plan
 from tests.models.of_libraries import build_of_library
 from tests.models.tiny import build
+from tests.models.written.models import PREFIX, build_written
 from tests.workers import ANSWER_S, Ranks, device_mesh
 
 # Some models compute in float32 whatever their parameters are.
@@ -22,7 +23,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model, in float64 if it can be run so, and the keywords of a call: in eval mode if it draws random numbers,
     which ranks draw otherwise. ValueError if it does so even then, and without a finite loss.
     """
-    model, kwargs = build_of_library(name) if ":" in name else build(name)
+    model, kwargs = _build(name)
     double = tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, kwargs)
     try:
         truth = step(copy.deepcopy(model).double(), double)
@@ -35,6 +36,12 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if _is_random(model, double) and _is_random(model.eval(), double):
         raise ValueError("the model draws random numbers in eval mode too, which ranks draw otherwise")
     return model, double
+
+
+def _build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if name.startswith(PREFIX):
+        return build_written(name)
+    return build_of_library(name) if ":" in name else build(name)
 
 
 def _is_random(model: nn.Module, kwargs: dict[str, Any]) -> bool:
