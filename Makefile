@@ -43,7 +43,7 @@ test-emulated: $(READY) ## tests on a slow network of this machine's own; needs 
 	$(PYTHON) -m pytest -m emulated
 
 test-models: $(READY) ## tiny models of all kinds of transformers on 4 processes beside one device; half an hour
-	$(PYTHON) -m pytest -m "" tests/models/test_tiny.py
+	$(PYTHON) -m pytest -m "" tests/models/test_tiny.py tests/models/test_written.py
 
 models-table: $(READY) ## the same models, written to docs/models.md
 	$(PYTHON) -m tests.models.table

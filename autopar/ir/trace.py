@@ -1,10 +1,12 @@
 """`trace`: the normalised Graph of a model for example inputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from autopar.errors import TraceError
 from autopar.ir.autocast import Autocast, autocast_on, without_autocast
 from autopar.ir.experts.check_idle import check_idle, selects_rows
 from autopar.ir.experts.row_numbers import row_numbers
@@ -14,8 +16,9 @@ from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.export.run_export import export
 from autopar.ir.graph import Graph
-from autopar.ir.guards.add_guards import with_guards
+from autopar.ir.guards.add_guards import has_sizes_of_values, with_guards
 from autopar.ir.guards.answers_as_run import masks_as_run
+from autopar.ir.masks.reduce_rows import NotByRow, reduce_rows
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.outline.inline_bodies import expander
 from autopar.ir.passes.normalise import normalise
@@ -39,18 +42,46 @@ def to_graph(
     outlined: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Outline] = export_outline,
 ) -> Graph:
     """The `outlined` forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
-    with masks_as_run():
-        outline = outlined(model, args, kwargs)
-    autocast = autocast_on()
-    with without_autocast():
-        graph = outline_to_graph(outline, model, args, kwargs, autocast)
-    if outlined is export_outline and selects_rows(graph):
-        check_idle(graph, to_graph(model, args, kwargs, _export_idle))
+    try:
+        graph = _graph_of(model, args, kwargs, outlined)
+    except TraceError:
+        graph = _with_all_rows(model, args, kwargs, "all") if outlined is export_outline else None
+        if graph is None:
+            raise
+        return graph
+    if outlined is export_outline and has_sizes_of_values(graph):
+        graph = _with_all_rows(model, args, kwargs, "given") or graph
     return graph
 
 
-def _export_idle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
-    return Outline(export(model, args, kwargs, idle=True))
+def _graph_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outlined: Callable[..., Outline], picks: str = ""
+) -> Graph:
+    def converted(outlined: Callable[..., Outline]) -> Graph:
+        with masks_as_run():
+            outline = outlined(model, args, kwargs)
+        autocast = autocast_on()
+        with without_autocast():
+            return reduce_rows(outline_to_graph(outline, model, args, kwargs, autocast))
+
+    graph = converted(outlined)
+    if (picks or outlined is export_outline) and selects_rows(graph):
+        check_idle(graph, converted(partial(_export_whole, idle=True, picks=picks)))
+    return graph
+
+
+def _with_all_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], picks: str) -> Graph | None:
+    """The graph that computes all rows where masks pick some, if that changes no number."""
+    try:
+        return _graph_of(model, args, kwargs, partial(_export_whole, picks=picks), picks)
+    except (NotByRow, TraceError):
+        return None
+
+
+def _export_whole(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, idle: bool = False, picks: str = ""
+) -> Outline:
+    return Outline(export(model, args, kwargs, idle=idle, picks=picks))
 
 
 def outline_to_graph(

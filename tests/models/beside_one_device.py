@@ -1,6 +1,7 @@
 """A tiny model on four ranks, under the plan that splits most, beside the same model on one device."""
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -76,29 +77,44 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def step(model: nn.Module, kwargs: dict[str, Any], seed: int = 5) -> dict[str, torch.Tensor]:
-    """The loss and the gradient of each parameter that has one."""
+    """The loss, the gradient of each parameter that has one, and what the buffers are then."""
     torch.manual_seed(seed)
     loss = loss_of(model(**kwargs))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()}
-    return {"": loss.detach()} | {
-        name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()
-    }
+    buffers = {f"buffer {name}": x.clone() for name, x in model.named_buffers() if x.is_floating_point()}
+    found = {"": loss.detach()} | gradients | buffers
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
 
 
 def difference(name: str, plan: Plan) -> float:
-    """On every rank: the largest difference of a gradient or the loss, relative to its largest entry and to what is
-    allowed.
+    """On every rank: the largest difference of a gradient, a buffer or the loss, relative to its largest entry and to
+    what is allowed; of models written by hand, on another batch too.
     """
     model, kwargs = built(name)
-    truth = step(copy.deepcopy(model), kwargs)
-    found = step(autopar.compile(model, device_mesh((2, 2), ("dp", "tp")), kwargs=kwargs, plan=plan), kwargs)
+    single = copy.deepcopy(model)
+    parallel = autopar.compile(model, device_mesh((2, 2), ("dp", "tp")), kwargs=kwargs, plan=plan)
+    return max(_apart(single, parallel, batch) for batch in (kwargs, *_other_batches(name, kwargs)))
+
+
+def _other_batches(name: str, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    if not name.startswith(PREFIX):
+        return []
+    other = build_written(name, seed=7)[1]
+    return [{key: x.to(kwargs[key].dtype) for key, x in other.items()}]
+
+
+def _apart(single: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -> float:
+    for model in (single, parallel):
+        model.zero_grad()
+    truth, found = step(single, batch), step(parallel, batch)
+    found = {key: x for key, x in found.items() if key in truth or not key.startswith("buffer ")}
     assert found.keys() == truth.keys(), f"gradients of {sorted(found.keys() ^ truth.keys())} on one side only"
     least = 1e-4 * max(float(x.abs().max()) for x in truth.values() if x.numel())
     apart = (
         float((found[key] - x).abs().max()) / max(float(x.abs().max()), least) for key, x in truth.items() if x.numel()
     )
-    return max(apart) / tolerance_of(model)
+    return max(math.inf if math.isnan(each) else each for each in apart) / tolerance_of(single)
 
 
 def worst_of(ranks: Ranks, name: str, plan: Plan, timeout_s: float = ANSWER_S) -> float:

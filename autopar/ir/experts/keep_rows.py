@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 from autopar.ir.graph import resolve
+from autopar.ir.masks.picked_rows import PICKED
 from autopar.torch_compat import FakeTensor, disable_proxy_modes_tracing, pytree, without_dispatch_modes
 
 ROWS = "autopar.rows.default"
@@ -55,7 +56,8 @@ class _Seen:
     `of_mask`: tensor -> the mask whose part for one expert it is, or of which it says which experts have rows; `kinds`:
     "sum" over all dims but one, "hit" where that is positive, "part", or "some": whether it has any row. `numbers`:
     tensors of numbers of experts, that have contents. `iterated`: masks whose experts with rows are iterated over.
-    `asked`: masks of which the model asks whether they have rows; `selected`: those that select rows.
+    `asked`: masks of which the model asks whether they have rows; `selected`: those that select rows. `rows`: view of
+    memory that is a mask -> its rows, so that all that it selects is known to have as many.
     """
 
     held: list[Any] = field(default_factory=list)
@@ -65,6 +67,7 @@ class _Seen:
     asked: set[int] = field(default_factory=set)
     selected: set[int] = field(default_factory=set)
     compared: dict[tuple[int, int, Any], torch.Tensor] = field(default_factory=dict)
+    rows: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def keep(self, made: Any, kind: str, mask: int) -> Any:
         self.held.append(made)
@@ -82,12 +85,19 @@ class _Seen:
 class RowsKept(TorchFunctionMode):
     """A context in which selected rows are ops; of no rows at all if the experts are `idle`.
 
-    `is_known`: whether the example tells the values of a mask, which then decide.
+    `is_known`: whether the example tells the values of a mask, which then decide. `picks`: whether the rows that a
+    mask selects are `autopar.picked`, of which there may be none.
     """
 
-    def __init__(self, is_known: Callable[[torch.Tensor], bool], *, idle: bool = False) -> None:
+    def __init__(
+        self,
+        is_known: Callable[[torch.Tensor], bool],
+        *,
+        idle: bool = False,
+        picks: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
         super().__init__()
-        self.is_known, self.idle, self.seen = is_known, idle, _Seen()
+        self.is_known, self.idle, self.picks, self.seen = is_known, idle, picks, _Seen()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -102,7 +112,11 @@ class RowsKept(TorchFunctionMode):
         if kind == "part" and of not in self.seen.iterated:
             raise TraceError("a loop over experts with rows selects rows by another mask than it counts them in")
         self.seen.selected.add(id(self._held(mask)))
-        return tuple(resolve(ROWS)(mask, self.idle))
+        view = (mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape, mask.stride(), mask._version)
+        if view not in self.seen.rows:
+            made = resolve(PICKED)(mask) if self.picks(mask) else resolve(ROWS)(mask, self.idle)
+            self.seen.rows[view] = tuple(made)
+        return self.seen.rows[view]
 
     def check(self) -> None:
         """TraceError if the model asked a mask that selects nothing whether it has any True."""
@@ -153,7 +167,12 @@ class RowsKept(TorchFunctionMode):
     def get(self, func: Any, args: Any, kwargs: Any) -> Any:
         """x[mask]."""
         index = self._without_masks(args[1])
-        return None if index is None else func(args[0], index)
+        return None if index is None else args[0][index]
+
+    def select(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """masked_select of a tensor and a mask of one shape: x[mask]."""
+        is_plain = len(args) == 2 and not kwargs and args[0].shape == args[1].shape
+        return self.get(func, args, kwargs) if is_plain and self.picks(args[1]) else None
 
     def put(self, func: Any, args: Any, kwargs: Any) -> Any:
         """x[mask] = value."""
@@ -221,6 +240,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _TENSOR.__getitem__: RowsKept.get,
     _TENSOR.__setitem__: RowsKept.put,
     _TENSOR.__bool__: RowsKept.truth,
+    torch.masked_select: RowsKept.select,
+    _TENSOR.masked_select: RowsKept.select,
     **dict.fromkeys(_NONZERO, RowsKept.nonzero),
     **dict.fromkeys(_EQUAL, RowsKept.equal),
     **dict.fromkeys(_SUMS, RowsKept.total),

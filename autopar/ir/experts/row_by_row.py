@@ -4,7 +4,9 @@ Each family with its proof: then the rows of the result are those of the same op
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +17,16 @@ from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
 _ELEMENTWISE = frozenset(
     ("aten.dropout.default", "aten.to.dtype", "aten.clone.default", "aten.contiguous.default")
     + ("aten.detach.default", "aten.alias.default", "aten.expand_as.default", "aten.type_as.default")
+    + ("aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default")
+    + ("aten.broadcast_tensors.default",)
+)
+# A term for each element, if nothing is summed.
+ELEMENTWISE_LOSSES = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
+        *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
+    )
 )
 # Of a tensor or a list, along `dim` or dims: rows stay apart if no row dim is among them, and have their place unless
 # dims in front of them vanish.
@@ -22,19 +34,28 @@ _ALONG = frozenset(
     ("aten.softmax.int", "aten.log_softmax.int", "aten.cumsum.default", "aten.glu.default", "aten.cat.default")
     + ("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.slice.Tensor")
     + ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", "aten.amin.default", "aten.select.int")
-    + ("aten.narrow.default", "aten.linalg_vector_norm.default")
+    + ("aten.narrow.default", "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.prod.dim_int")
+    + ("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default")
+    + ("aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim", "aten.cumprod.default")
+    + ("aten.topk.default", "aten.sort.default", "aten.gather.default", "aten.cosine_similarity.default")
 )
+# Of those, the ones that read the same rows of several tensors.
+_OF_SEVERAL = frozenset(("aten.cat.default", "aten.gather.default", "aten.cosine_similarity.default"))
+# Dims are added behind those of the indices, each of which is looked up by itself.
+_LOOKUPS = {"aten.embedding.default": 1, "aten.one_hot.default": 0}
 
 
 def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
     """`dims`: of each input the dim that has its rows, None if it has none. None if rows may depend on one another."""
     first = next(dim for dim in dims if dim is not None)
     shapes = [value.shape for value in op.inputs]
-    if op.target in _ELEMENTWISE or torch.Tag.pointwise in resolve(op.target).tags:
+    if _is_elementwise(op):
         return _elementwise(op, dims, shapes)
+    if op.target in _LOOKUPS:
+        return first if [i for i, dim in enumerate(dims) if dim is not None] == [_LOOKUPS[op.target]] else None
     if dims[0] is None:
         return None
-    if op.target == "aten.cat.default" or len([dim for dim in dims if dim is not None]) == 1:
+    if op.target in _OF_SEVERAL or len([dim for dim in dims if dim is not None]) == 1:
         if op.target in _ALONG:
             return _along(op, dims, shapes)
         if op.target in RESHAPES:  # rows that follow one another do so whatever the dims of a row are
@@ -55,6 +76,12 @@ def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
     return None
 
 
+def _is_elementwise(op: Op) -> bool:
+    if op.target in ELEMENTWISE_LOSSES:
+        return arguments_of(op)["reduction"] == 0
+    return op.target in _ELEMENTWISE or torch.Tag.pointwise in resolve(op.target).tags
+
+
 def _elementwise(op: Op, dims: Sequence[int | None], shapes: Sequence[tuple[int, ...]]) -> int | None:
     """Broadcast, all rows lie in the same dim from the end, in which other inputs are the same for each row."""
     ends = {dim - len(shape) for dim, shape in zip(dims, shapes) if dim is not None}
@@ -72,5 +99,12 @@ def _along(op: Op, dims: Sequence[int | None], shapes: Sequence[tuple[int, ...]]
         return None
     along = {dim % ndim for dim in ((given,) if isinstance(given, int) else given)}
     (row,) = {dim for dim in dims if dim is not None}
+    if op.target == "aten.slice.Tensor" and _is_of_all(arguments):
+        return row
     vanish = along if len(op.outputs[0].shape) < ndim else set()
     return None if row in along or not along else row - sum(dim < row for dim in vanish)
+
+
+def _is_of_all(arguments: Mapping[str, Any]) -> bool:
+    """Whether a slice has all of its dim, however many there are."""
+    return (arguments["start"] or 0, arguments["step"]) == (0, 1) and arguments["end"] in (None, sys.maxsize)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from autopar.errors import TraceError
 from autopar.ir.experts.keep_rows import ROWS
 from autopar.ir.export.source_lines import quote_stack
+from autopar.ir.masks.picked_rows import PICKED
 from autopar.torch_compat import OpOverload
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -23,7 +24,11 @@ def row_numbers(module: Any, otherwise: Callable[[Any], Any] | None) -> Callable
 
     TraceError for an op that computes with a number of rows.
     """
-    rows = [node for node in module.graph.nodes if str(node.target) == ROWS] if isinstance(module, GraphModule) else []
+    rows = (
+        [node for node in module.graph.nodes if str(node.target) in (ROWS, PICKED)]
+        if isinstance(module, GraphModule)
+        else []
+    )
     symbols: dict[Any, int] = {}
     for node in rows:
         size, mask = node.meta["val"][0].shape[0], node.args[0].meta["val"]

@@ -42,12 +42,14 @@ def export(
     record: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     decides: bool = True,
     idle: bool = False,
+    picks: str = "",
 ) -> ExportedProgram:
     """The training IR of the model's forward. Raises TraceError with the model's line.
 
     `record`: what runs the forward and gives the program in place of torch.export, which it is without symbols.
     `decides`: the values of the example decide branches, unless sizes are symbols or ops are recorded. `idle`: no mask
-    that depends on a parameter selects any row.
+    that depends on a parameter selects any row. `picks`: the masks of which the rows are `autopar.picked`, "given" for
+    those that follow from arguments, "all" for those that the example does not tell too.
     """
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
@@ -65,10 +67,12 @@ def export(
         if record is not None or dynamic or not decides:  # what the example decides would not hold for other sizes
             rows = RowsKept(lambda _: False, idle=idle)
             return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record, rows))
-        return _decided_by_example(model, args, kwargs, idle)
+        return _decided_by_example(model, args, kwargs, idle, picks)
 
 
-def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], idle: bool) -> ExportedProgram:
+def _decided_by_example(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], idle: bool, picks: str
+) -> ExportedProgram:
     """The export in which the example decides branches; integers that are read of arguments are fixed where other ops
     than comparisons use them.
     """
@@ -76,7 +80,7 @@ def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
     def exported(known: KnownValues) -> ExportedProgram:
         with known.active():
-            rows = RowsKept(known.knows, idle=idle)
+            rows = _rows_kept(known, idle, picks)
             return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None, rows))
 
     try:
@@ -87,6 +91,17 @@ def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         if not known.symbols:
             raise
     return exported(KnownValues(model, args, kwargs, takes_integers=True))
+
+
+def _rows_kept(known: KnownValues, idle: bool, picks: str) -> RowsKept:
+    if not picks:
+        return RowsKept(known.knows, idle=idle)
+
+    def is_known(mask: torch.Tensor) -> bool:
+        return known.knows(mask) and not known.is_given(mask)
+
+    picked = known.is_given if picks == "given" else lambda mask: not is_known(mask)
+    return RowsKept(is_known, idle=idle, picks=picked)
 
 
 def _checked_export(

@@ -7,8 +7,8 @@ from typing import Any
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.infer_metas import Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin
-from autopar.ir.graph import Value
-from autopar.ir.guards.guard_ops import GUARDED, sized_target
+from autopar.ir.graph import Graph, Value
+from autopar.ir.guards.guard_ops import GUARDED, SIZED, sized_target
 
 
 def note_guard(args: Sequence[Any], env: Mapping[Any, Any], builder: OpBuilder, at: Origin) -> None:
@@ -60,6 +60,11 @@ def emit_sized(
     made = [Meta(meta.shape, meta.dtype, needs_grad and meta.dtype.is_floating_point) for meta in metas]
     given = {**kwargs, "sizes": sizes, "line": line}
     return builder.emit(sized_target(target), args, given, at=at, made=(made, len(made) > 1))
+
+
+def has_sizes_of_values(graph: Graph) -> bool:
+    """Whether an op of the graph has results whose sizes depend on values."""
+    return any(op.target.startswith(f"{SIZED}.") for op in graph.ops)
 
 
 def _values(tree: Any) -> Iterator[Value]:

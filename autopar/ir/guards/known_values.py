@@ -112,6 +112,11 @@ class KnownValues(TorchFunctionMode):
         """Whether the example tells the value of a tensor."""
         return self._of(x) is not None
 
+    def is_given(self, x: Any) -> bool:
+        """Whether the value of a tensor follows from the arguments, and so may differ from batch to batch."""
+        known = self._of(x)
+        return known is not None and known.depends_on == ARGUMENTS
+
     def _run(self, original: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of `func` on fake tensors, as `original()` gives it or as the values decide."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

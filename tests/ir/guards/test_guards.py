@@ -53,11 +53,11 @@ def cuts(model: Model, y: Tensor, lengths: Tensor) -> Tensor:
 
 
 def hits(model: Model, y: Tensor, mask: Tensor) -> Tensor:
-    return y[mask].square().mean()
+    return y[mask].std()
 
 
 def selects(model: Model, y: Tensor, mask: Tensor) -> Tensor:
-    return y.masked_select(mask).abs().sum()
+    return y.masked_select(mask).abs().cumsum(0)[-1]
 
 
 def finds(model: Model, y: Tensor, mask: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Inputs of the models written by hand: `BATCH` samples each."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -28,6 +30,6 @@ def some(*shape: int, share: float = 0.6) -> torch.Tensor:
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for n, m in zip(widths, widths[1:]):
+    for n, m in pairwise(widths):
         layers += [nn.Linear(n, m), nn.SiLU()]
     return nn.Sequential(*layers[:-1])

@@ -2,16 +2,17 @@
 
 import torch
 
-from tests.models.written import sciences, sequences, structures, vision
+from tests.models.written import flows, objectives, sciences, sequences, structures, tables, vision
 from tests.models.written.draws import Built
 
-_MODELS = vision.MODELS | sequences.MODELS | structures.MODELS | sciences.MODELS
+_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows)
+_MODELS = {name: build for theme in _THEMES for name, build in theme.MODELS.items()}
 PREFIX = "by-hand:"
 WRITTEN = [PREFIX + name for name in _MODELS]
 
 
-def build_written(name: str) -> Built:
+def build_written(name: str, seed: int = 0) -> Built:
     """The model and the keywords of a call, of the same numbers each time."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return _MODELS[name.removeprefix(PREFIX)]()

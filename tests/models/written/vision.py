@@ -199,7 +199,9 @@ class SuperResolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         norm = nn.utils.parametrizations.weight_norm
-        self.body = nn.Sequential(norm(nn.Conv2d(3, 16, 3, padding=1)), nn.PReLU(16), norm(nn.Conv2d(16, 12, 3, padding=1)))
+        self.body = nn.Sequential(
+            norm(nn.Conv2d(3, 16, 3, padding=1)), nn.PReLU(16), norm(nn.Conv2d(16, 12, 3, padding=1))
+        )
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         y = F.pixel_shuffle(self.body(x), 2)
@@ -333,7 +335,10 @@ class Siamese(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online, self.predictor = nn.Sequential(conv_block(3, 8, 4), nn.Flatten(), nn.Linear(128, 16)), mlp(16, 32, 16)
+        self.online, self.predictor = (
+            nn.Sequential(conv_block(3, 8, 4), nn.Flatten(), nn.Linear(128, 16)),
+            mlp(16, 32, 16),
+        )
         self.target = nn.Sequential(conv_block(3, 8, 4), nn.Flatten(), nn.Linear(128, 16)).requires_grad_(False)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -347,7 +352,9 @@ class BarlowTwins(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(conv_block(3, 8, 4), nn.Flatten(), nn.Linear(128, 12), nn.BatchNorm1d(12, affine=False))
+        self.body = nn.Sequential(
+            conv_block(3, 8, 4), nn.Flatten(), nn.Linear(128, 12), nn.BatchNorm1d(12, affine=False)
+        )
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         c = self.body(a).T @ self.body(b) / len(a)

@@ -1,0 +1,175 @@
+"""What masks pick is computed for all rows, and gives the numbers of one device for masks of any number of True."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.ir.graph import Graph
+from autopar.ir.guards.add_guards import has_sizes_of_values
+from autopar.ir.run_graph import run
+from autopar.ir.trace import trace
+
+ROWS, WIDTH = 6, 4
+
+
+def plain_mean(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w)[mask].square().mean()
+
+
+def indexed_twice(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return F.mse_loss((x @ w)[mask], y[mask])
+
+
+def sums(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    return picked.sum() / mask.sum() + picked.softmax(-1).amax(-1).sum() + picked[:, 1:].norm(dim=1).mean()
+
+
+def parts_of_a_mask(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return F.l1_loss((x @ w)[:, 1:][mask[:, 1:]], y[:, 1:][mask[:, 1:]], reduction="sum")
+
+
+def classes(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    logits, wanted = (x @ w)[mask], ids[mask]
+    weight = torch.arange(1.0, WIDTH + 1, dtype=x.dtype)
+    one = F.cross_entropy(logits, wanted, weight=weight, label_smoothing=0.1)
+    return one + F.nll_loss(logits.log_softmax(-1), wanted, ignore_index=0)
+
+
+def over_some_dims(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w)[mask].mean(0).square().sum() + (x @ w)[mask].mean((0, 1), keepdim=True).sum()
+
+
+def extremes(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w)[mask].amax(0).sum() + (x @ w)[mask].min() + (x @ w)[mask].logsumexp(0).sum()
+
+
+def without_missing(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    y = torch.where(mask.unsqueeze(-1), y, torch.nan)
+    there = ~y[..., 0].isnan()
+    return F.smooth_l1_loss((x @ w)[there], y[there], beta=0.5)
+
+
+def logarithms(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    p = (x @ w).sigmoid() * mask.unsqueeze(-1)  # 0 where the mask is False
+    return (w[0] * p[mask].log()).sum() + (y[mask] / p[mask]).mean()
+
+
+def written_back(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    out = y.clone()
+    out[mask] = (x @ w)[mask].tanh() * 2
+    out[mask] += 1
+    return out.square().mean()
+
+
+def added_to_places(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    total = torch.zeros(WIDTH, WIDTH, dtype=x.dtype).index_add(0, ids[mask], (x @ w)[mask])
+    return total.square().sum()
+
+
+def behind_the_mask(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    h = F.layer_norm(F.gelu(x[mask] @ w), (WIDTH,))
+    return F.binary_cross_entropy_with_logits(h @ w, y[mask].sigmoid(), pos_weight=w.detach()[0].abs())
+
+
+def masked_select(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sum(-1).masked_select(mask).square().mean()
+
+
+def of_second_dim(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).transpose(0, 1)[:, mask[:, 0]].square().mean()
+
+
+def selected_by_the_model(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    loss = F.cross_entropy((x @ w).flatten(0, 1), ids.flatten(), reduction="none")
+    return loss[loss > loss.detach().mean()].mean()
+
+
+def by_hand(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    return (picked[:, 0] - y[mask][:, 0]).abs().clamp(max=3).sum() + F.one_hot(ids, WIDTH)[mask].sum() * w.sum()
+
+
+FORWARDS = [
+    *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
+    *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, of_second_dim),
+    *(selected_by_the_model, by_hand),
+]
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.w, self.function = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64)), forward
+
+    def forward(self, x: Tensor, y: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.function(x, y, ids, mask, self.w)
+
+
+def batch(share: float) -> dict[str, Tensor]:
+    mask = torch.rand(ROWS, 5) < share
+    mask[0, 1] = True
+    x, y = torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64)
+    return {"x": x, "y": y, "ids": torch.randint(0, WIDTH, (ROWS, 5)), "mask": mask}
+
+
+def run_on(graph: Graph, model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    inputs = {item.value.name: model.w for item in graph.of_kind("parameter")}
+    inputs |= {item.value.name: given[item.fqn] for item in graph.of_kind("argument")}
+    (loss,), _ = run(graph, inputs)
+    return loss
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_masks_of_any_number_of_true(forward: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Model(forward)
+    graph = trace(model, (), batch(0.5))
+    assert not has_sizes_of_values(graph) and not any("picked" in op.target for op in graph.ops)
+    for share in (0.5, 0.1, 0.9, 1.1):
+        given = batch(share)
+        found, truth = run_on(graph, model, given), model(**given)
+        torch.testing.assert_close(found, truth, equal_nan=True)  # of no row, a mean is NaN
+        (one,), (other,) = (torch.autograd.grad(loss, model.w) for loss in (found, truth))
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_no_row_at_all() -> None:
+    model, given = Model(indexed_twice), batch(0.5)
+    graph = trace(model, (), given)
+    given["mask"] = torch.zeros_like(given["mask"])
+    assert run_on(graph, model, given).isnan() and model(**given).isnan()
+
+
+def compared_with_one_another(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    return (picked @ picked.mT).square().mean()
+
+
+def sorted_by_size(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    return (x @ w)[mask].sort(0)[0][:2].sum()
+
+
+def branches_on_the_number(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    return picked.mean() if len(picked) > 0 else w.sum()
+
+
+def divides_by_the_number(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    return picked.sum() / len(picked)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [compared_with_one_another, sorted_by_size, branches_on_the_number, divides_by_the_number],
+    ids=lambda f: f.__name__,
+)
+def test_rows_that_depend_on_one_another_have_the_number_of_the_example(forward: Callable[..., Tensor]) -> None:
+    model, given = Model(forward), batch(0.5)
+    graph = trace(model, (), given)
+    assert has_sizes_of_values(graph)
+    torch.testing.assert_close(run_on(graph, model, given), model(**given))

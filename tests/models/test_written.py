@@ -1,0 +1,22 @@
+"""Models as people write them, beside one device, on two batches."""
+
+import pytest
+
+from tests.models.beside_one_device import plan_for, worst_of
+from tests.models.written.models import WRITTEN
+from tests.workers import Ranks
+
+# Losses over what a mask picks, a loop over time, buffers that the forward writes.
+FEW = ["by-hand:yolo", "by-hand:crf", "by-hand:vq-vae"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", FEW)
+def test_a_few(ranks4: Ranks, name: str) -> None:
+    assert worst_of(ranks4, name, plan_for(name)) < 1
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each(ranks4: Ranks, name: str) -> None:
+    assert worst_of(ranks4, name, plan_for(name)) < 1
