@@ -112,7 +112,8 @@ class RowsKept(TorchFunctionMode):
         if kind == "part" and of not in self.seen.iterated:
             raise TraceError("a loop over experts with rows selects rows by another mask than it counts them in")
         self.seen.selected.add(id(self._held(mask)))
-        view = (mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape, mask.stride(), mask._version)
+        place = (mask.storage_offset(), mask.shape, mask.stride())  # as text, since symbols have no hash
+        view = (mask.untyped_storage()._cdata, mask._version, repr(place))
         if view not in self.seen.rows:
             made = resolve(PICKED)(mask) if self.picks(mask) else resolve(ROWS)(mask, self.idle)
             self.seen.rows[view] = tuple(made)
