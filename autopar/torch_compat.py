@@ -23,7 +23,7 @@ from torch.distributed import Store
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -86,8 +86,6 @@ __all__ = [
     "register_fake_backend",  # torch documents the backend "fake", and registers it in a file of its tests
     "root_of",
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
-    "stage_backward_input",
-    "stage_backward_weight",
     "wants_grouped_state",  # as wants_whole_state
     "wants_one_graph",  # to refuse it by name
     "wants_whole_state",  # whether a state dict is made for one of all stages

@@ -301,7 +301,8 @@ def _fit(options: argparse.Namespace) -> int:
 def _code(plan: Plan | StagedPlan) -> str:
     if isinstance(plan, Plan):
         return emit(lower(plan.graph, plan.mesh, plan.assignment))
-    texts = (emit(lower(stage.graph, stage.mesh, stage.assignment, is_split=True)) for stage in plan.stages)
+    how = {"is_split": True, "is_halved": plan.schedule.is_halved}
+    texts = (emit(lower(stage.graph, stage.mesh, stage.assignment, **how)) for stage in plan.stages)
     return "\n".join(f"# stage {number}\n{text}" for number, text in enumerate(texts))
 
 

@@ -43,16 +43,18 @@ def lower(
     is_split: bool = False,
     alike: Collection[str] = (),
     in_buckets: bool = True,
+    is_halved: bool = False,
 ) -> Program:
     """The program of one rank for `graph` under `assignment`.
 
     `is_split`: a part of its own, `Program.gather`, converts the parameters once for many runs of the rest; regathered
     parameters are converted in each run. `alike`: random ops that draw the same numbers in each run of a step.
-    `in_buckets`: whether gradients are reduced in buckets of several blocks.
+    `in_buckets`: whether gradients are reduced in buckets of several blocks. `is_halved`: whether weights get their
+    gradients later than what the stage receives (`Variable.is_view`).
     """
     if is_split:
         assignment = without_prefetch(assignment)
-    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
+    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets, is_halved)
     gather = lowering.gather() if is_split else None
     for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
         lowering.offload(number, tuple(ops))
@@ -76,6 +78,7 @@ class _Lowering:
     assignment: Assignment
     alike: Collection[str]
     in_buckets: bool
+    is_halved: bool
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
     is_in_region: bool = False
@@ -95,6 +98,7 @@ class _Lowering:
         }
         self._of_inputs = {item.value.name for item in self.graph.inputs}  # and their converted copies
         self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
+        self._of_received = _of_arguments(self.graph) if self.is_halved else frozenset()
 
     def gather(self) -> Gather:
         """The gather of the program: it converts the parameters for all their uses before the walk over the ops."""
@@ -233,13 +237,14 @@ class _Lowering:
         if is_random(op):
             random, self.num_random = self.num_random, self.num_random + 1
             split_axes = tuple(axis for axis, placement in enumerate(layouts[0]) if placement.is_split)
-        kwargs = tuple((key, _fill(item, names)) for key, item in kwargs)
+        read = [Variable(name, self._has_own_view(op, value)) for name, value in zip(names, op.inputs, strict=True)]
+        kwargs = tuple((key, _fill(item, read)) for key, item in kwargs)
         origin = " ".join(filter(None, (op.module, op.line)))
         self.steps.append(
             Call(
                 op.outputs,
                 op.target,
-                _fill(args, names),
+                _fill(args, read),
                 kwargs,
                 operands,
                 layouts,
@@ -253,6 +258,11 @@ class _Lowering:
                 op.name in self.alike,
             )
         )
+
+    def _has_own_view(self, op: Op, value: Value) -> bool:
+        """Whether `op` sends gradients to what the stage receives and apart from it to weights, by way of `value`."""
+        is_met = any(out.name in self._of_received for out in op.outputs)
+        return is_met and value.needs_grad and value.name not in self._of_received
 
     def output(self, index: int, value: Any) -> tuple[Any, Layout]:
         if not isinstance(value, Value):
@@ -280,11 +290,20 @@ def _key(conversion: Conversion) -> _Key:
     return conversion.value.name, conversion.uses
 
 
-def _fill(args: Any, names: list[str]) -> Any:
+def _of_arguments(graph: Graph) -> frozenset[str]:
+    """The values whose gradient goes on to arguments."""
+    found = {item.value.name for item in graph.of_kind("argument") if item.value.needs_grad}
+    for op in graph.ops:
+        if any(value.name in found for value in op.inputs):
+            found.update(value.name for value in op.outputs if value.needs_grad)
+    return frozenset(found)
+
+
+def _fill(args: Any, operands: list[Variable]) -> Any:
     if isinstance(args, Slot):
-        return Variable(names[args.index])
+        return operands[args.index]
     if isinstance(args, (tuple, list)):
-        return tuple(_fill(item, names) for item in args)
+        return tuple(_fill(item, operands) for item in args)
     return args
 
 

@@ -126,6 +126,8 @@ def local_name(target: str) -> str:
 def code(item: Any) -> str:
     """An argument as Python source; AutoparError if it is no literal, since its repr could be any text."""
     match item:
+        case Variable(name=name, is_view=True):
+            return f"{variable(name)}.view_as({variable(name)})"
         case Variable(name=name):
             return variable(name)
         case tuple() | list():

@@ -107,9 +107,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A local tensor of the generated function."""
+    """A local tensor of the generated function, or a view of it for one use (`is_view`): a node of autograd's own, so
+    that its gradient can be told from those of other uses.
+    """
 
     name: str
+    is_view: bool = False
 
 
 @dataclass(frozen=True, slots=True)

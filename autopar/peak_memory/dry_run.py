@@ -18,13 +18,14 @@ from autopar.mesh import Mesh, SeenShares
 from autopar.peak_memory.device_kernels import namespace_on
 from autopar.runtime.accumulate import OpenStep, open_step
 from autopar.runtime.load_program import compile_source
-from autopar.runtime.pipeline.torch_stage import Wire, depends, sendable
+from autopar.runtime.pipeline.split_backward import backward_of_inputs
+from autopar.runtime.pipeline.torch_stage import Wire, sendable
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.nested import Nest
 from autopar.sbp.placement import Layout, local_shape
 from autopar.schedule.timeline import Action
-from autopar.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
+from autopar.torch_compat import stage_backward
 
 
 @dataclass
@@ -191,28 +192,23 @@ class DryStage:
         """
         came = self.receive(action._replace(kind="B"))
         outputs, received = self.flying.pop(action.microbatch)
-        is_whole, groups = action.kind == "B", None
-        if not is_whole and self.is_first:
-            gone = ()
-        elif is_whole or not all(depends(x, received) for x in outputs if x.requires_grad):
+        gone, left = (), None
+        if action.kind == "B":
             gone = _backward(outputs, came, received)
-            outputs = []
-        else:
-            gone, groups = stage_backward_input(outputs, came, received, iter(self._leaves()))
-        if not is_whole:
-            self.halved[action.microbatch] = outputs, came, received, groups
+        elif not self.is_first:
+            gone, left = backward_of_inputs(outputs, came, received)
+            outputs = outputs if left else []
+        if action.kind != "B":
+            self.halved[action.microbatch] = outputs, came, received, left
         return [x for x in came or () if x is not None], [x.contiguous() for x in gone if x is not None]
 
     def weights(self, action: Action) -> None:
         """Run the part of a backward for the weights."""
-        outputs, came, received, groups = self.halved.pop(action.microbatch)
-        if groups is not None:
-            stage_backward_weight(iter(self._leaves()), groups)
+        outputs, came, received, left = self.halved.pop(action.microbatch)
+        if left is not None:
+            left.run()
         elif self.is_first:
             _backward(outputs, came, received)
-
-    def _leaves(self) -> list[Any]:  # torch says parameters and takes any leaves
-        return [x for x in self.rank.used.values() if x.requires_grad]
 
 
 @dataclass

@@ -101,7 +101,8 @@ def predict_peak(
     )
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
-        program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
+        how = {"in_buckets": in_buckets, "is_halved": any(action.kind == "W" for action in actions)}
+        program = lower(graph, mesh, assignment, is_split=is_split, **how)
         with without_data(device_type) as run_op:
             stage = DryStage(Rank.of(program, received, {}, on), is_first=not received)
             return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split), run_op)
@@ -155,10 +156,10 @@ def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[R
 
 
 def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recording:
-    own, is_halved, handed = plan.stages[number], plan.schedule.name == "zero-bubble", []
+    own, is_halved, handed = plan.stages[number], plan.schedule.is_halved, []
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
-        program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
+        program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets, is_halved=is_halved)
         with without_data(plan.cluster.device_type) as run_op:
             stage = DryStage(Rank.of(program, receives, {}, plan.cluster), **_where(plan, number))
             phases, outputs = run_two(stage, is_halved=is_halved, run=run_op)
@@ -171,7 +172,7 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
 def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> DryStage:
     """The stage called `number`, to be run; `state`: as in `Rank.of`."""
     own = plan.stages[number]
-    program = lower(own.graph, own.mesh, own.assignment, is_split=True)
+    program = lower(own.graph, own.mesh, own.assignment, is_split=True, is_halved=plan.schedule.is_halved)
     return DryStage(Rank.of(program, receives, state, plan.cluster), **_where(plan, number))
 
 

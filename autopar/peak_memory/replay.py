@@ -202,8 +202,6 @@ class Replayed(DryStage):
             self.halved[action.microbatch] = outputs, came, received, _blob(left_bytes)
         del outputs, received
         gone = _make(self.recording.gone, came)
-        if action.kind == "I" and not self.recording.drops_outputs:
-            self.halved[action.microbatch] += (gone,)  # torch keeps them as the gradients of what was received
         self._accumulate(action)
         return came, gone
 

@@ -38,6 +38,11 @@ class Schedule:
     def __str__(self) -> str:
         return f"{self.name}, {self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
 
+    @property
+    def is_halved(self) -> bool:
+        """Whether weights get their gradients later than what a stage receives."""
+        return self.name == "zero-bubble"
+
     def rank_of(self, stage: int) -> int:
         """The rank along the pipeline axis that holds `stage`."""
         return stage % self.num_ranks
@@ -100,7 +105,7 @@ def _rounds(schedule: Schedule, rank: int) -> Row:
 
     The rank does `ahead` forwards before its first backward.
     """
-    is_split = schedule.name == "zero-bubble"
+    is_split = schedule.is_halved
     num_microbatches, num_ranks = schedule.num_microbatches, schedule.num_ranks
     size = num_microbatches // _num_rounds(num_ranks, num_microbatches)
     stages = schedule.stages_of(rank)
@@ -132,7 +137,7 @@ def arriving(schedule: Schedule, rank: int, kind: str) -> list[Action]:
 
 def receiving_kinds(schedule: Schedule) -> tuple[str, str]:
     """The kinds of the actions that need values of the stage before, and gradients of the one behind."""
-    return "F", "I" if schedule.name == "zero-bubble" else "B"
+    return "F", "I" if schedule.is_halved else "B"
 
 
 def num_waiting(schedule: Schedule, stage: int) -> int:

@@ -10,10 +10,17 @@ import torch
 
 from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.costmodel.activations.recomputable import recomputable
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
-from autopar.plans.plan import plan_of
+from autopar.ir.trace_with_loss import traced
+from autopar.mesh import as_mesh
+from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import hand_plan_in_stages
+from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.pipeline.trainer import pipeline_mesh
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.assignment import conversions
 from tests.runtime.staged import issued_of, plan_of_sample, planned_of_rank, sample, under, with_any_layouts
 from tests.workers import Ranks, device_mesh
@@ -86,3 +93,34 @@ def test_bitwise_the_same(ranks4: Ranks, mesh: str, schedule: str | None, is_gat
             assert all(torch.equal(numbers[name], expected[name]) for name in expected), kind
             assert issued == planned, (kind, issued - planned, planned - issued)
             assert ("recomputed(" in code) == (kind == "recomputed") and ("Offload(" in code) == (kind == "offloaded")
+
+
+def in_buckets(stage: Plan) -> Plan:
+    """The matrices of a block that are split are gathered together, and again in backward, but no vectors, which ops
+    between them read.
+    """
+    graph, layouts = stage.graph, stage.assignment.layouts
+    matrices = [item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) == 2]
+    again = regatherable(graph, {name: name for name in (*layouts, *stage.assignment.strategies)})
+    again = frozenset(name for name in matrices if name in again and any(p.is_split for p in layouts[name]))
+    places = parameter_buckets(graph, fold(graph), 1e9)
+    chosen = {name: place for name, place in places.items() if name in again}
+    return changed(stage, regathered=again, parameter_buckets=chosen)
+
+
+def changed(stage: Plan, **choices: Any) -> Plan:
+    assignment = replace(stage.assignment, **choices)
+    return plan_of(stage.graph, assignment, stage.mesh, stage.cluster, training=stage.training)
+
+
+def test_buckets_gathered_again_in_a_backward_in_two_parts(ranks4: Ranks) -> None:
+    case = sample(**OPTIONS)
+    graph = traced(skeleton(case.model), case.loss_fn, case.args, case.kwargs)
+    asked = PlanRequest(num_microbatches=4, schedule="zero-bubble")
+    plan = hand_plan_in_stages("zero3", graph, as_mesh("pp=2,dp=2"), load_cluster("free-links"), asked)
+    kept = replace(plan, stages=tuple(changed(stage, regathered=frozenset()) for stage in plan.stages))
+    again = replace(plan, stages=tuple(in_buckets(stage) for stage in plan.stages))
+    for found in ranks4.run(one_step, {"kept": kept, "again": again}):
+        assert all(issued == planned for _, issued, planned, _ in found.values())
+        assert "GatherBucket(" in found["again"][3] and "regathered(" not in found["kept"][3]
+        torch.testing.assert_close(found["again"][0], found["kept"][0], rtol=1e-10, atol=1e-13)

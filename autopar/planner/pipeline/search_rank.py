@@ -111,9 +111,7 @@ def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
     for kind, halves in (("recomputed", (0, 2, 1)), ("offloaded", (0, 1, 2))):
         counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in halves)
         # A backward in two parts would fetch everything twice.
-        if kind == "offloaded" and not (
-            task.cluster.host_bandwidth_bytes_per_s and task.point.schedule.name != "zero-bubble"
-        ):
+        if kind == "offloaded" and not (task.cluster.host_bandwidth_bytes_per_s and not task.point.schedule.is_halved):
             continue
         for nums in counts:
             if any(nums) or (kind == "recomputed" and not (task.must_save and len(counts) > 1)):

@@ -237,7 +237,7 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
 
 def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
     """The costs of the blocks under `schedule`; a split backward gathers parameters twice."""
-    if schedule.name != "zero-bubble" or not blocks.split_s.any():
+    if not schedule.is_halved or not blocks.split_s.any():
         return blocks
     never = np.zeros_like(blocks.is_recomputable)
     return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)

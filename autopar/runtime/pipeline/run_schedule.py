@@ -139,7 +139,7 @@ class StageRunner:
         """The loss by forward alone; each rank runs one microbatch after the other, so that there is no deadlock."""
         if self.group is None:
             return torch.stack(
-                [works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]
+                [works[0](microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]
             ).sum()
         losses: list[torch.Tensor] = []
         sends: list[dist.Work | None] = []
@@ -149,7 +149,7 @@ class StageRunner:
             received = tuple(torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in stage.receives)
             for x in received:
                 dist.recv(x, group=self.group, group_src=self.schedule.rank_of(stage.index - 1))
-            made = works[stage.index].body(microbatch, received)
+            made = works[stage.index](microbatch, received)
             if stage.index == self.schedule.num_stages - 1:
                 losses.append(made[0])
                 continue
@@ -165,7 +165,7 @@ class StageRunner:
         self._losses.clear()
         for microbatch in range(self.schedule.num_microbatches):
             begin_s = self._clock(is_timed)
-            scaled = self._scaled_loss(work.body(microbatch, ()))
+            scaled = self._scaled_loss(work(microbatch, ()))
             middle_s = self._clock(is_timed)
             scaled.backward()
             end_s = self._clock(is_timed)

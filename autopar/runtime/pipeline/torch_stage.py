@@ -1,6 +1,6 @@
 """A stage for torch's schedules, with static shapes, buffers of minimal live ranges, and a clock."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.runtime.pipeline.lanes import Lanes
 from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
+from autopar.runtime.pipeline.split_backward import WeightPart, backward_of_inputs
 from autopar.schedule.orders import Schedule
 from autopar.schedule.timeline import Action, Span
 
 Waited = Callable[[float], None]
-StageFunction = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+# (number of the microbatch, what it receives) -> what the stage sends, of the last one the microbatch's loss alone
+Work = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,6 @@ class LocalStage:
     index: int
     receives: tuple[Wire, ...]
     sends: tuple[Wire, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The computation of a stage in one step.
-
-    `body(microbatch, received)` returns the tensors to send, on the last stage the microbatch's loss alone. `leaves`:
-    the tensors to whose .grad the gradients of all microbatches are added.
-    """
-
-    body: StageFunction
-    leaves: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +80,9 @@ class _NumberedBody(nn.Module):
         self.microbatch = 0
         self.work: Work | None = None
 
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        assert self.work is not None, "parameters are asked for within a step"
-        return iter(self.work.leaves)
-
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.work is not None, "a stage is run within a step"
-        outputs = self.work.body(self.microbatch, received)
+        outputs = self.work(self.microbatch, received)
         return tuple(_checked(x, wire) for x, wire in zip(outputs, self.sends))
 
 
@@ -132,7 +117,6 @@ class RunningStage(PipelineStage):
         self.spans: list[Span] = []
         self.is_timed = False
         self.lanes, self.rank_of = lanes, schedule.rank_of
-        self._splits: bool | None = None
         # Pending sends of values by microbatch, which this class waits for: torch's schedules would wait for them
         # before they compute on, or keep all sent tensors until the end of the step.
         self._ahead: dict[int, list[dist.Work]] = {}
@@ -190,8 +174,7 @@ class RunningStage(PipelineStage):
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
         self.transfers.begin_action(self.transfers.gradients, self.stage_index, bwd_chunk_id)
         _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived, since its gradient came back
-        is_whole = full_backward or not self._can_split(bwd_chunk_id)
-        self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, is_whole, last_backward))
+        self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
         # A gradient may be expanded or transposed, which no backend sends.
         self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in self.bwd_cache[bwd_chunk_id])
         if full_backward:
@@ -199,21 +182,24 @@ class RunningStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self.transfers.back.begin_action()
-        run = super().backward_weight_one_chunk if self._splits else lambda *_, **__: None
+        run = super().backward_weight_one_chunk
         self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward=last_backward))
         self._release(bwd_chunk_id)
 
-    def _can_split(self, microbatch: int) -> bool:
-        """Whether torch can put off the weights' gradients.
-
-        torch finds a weight where its path in autograd's graph joins one from a received tensor, and silently leaves
-        out weights whose values depend on no received tensor. It treats the first stage, which receives nothing,
-        separately.
-        """
-        if self._splits is None:
-            outputs, received = self.fwd_cache[microbatch]
-            self._splits = self.is_first or all(depends(x, received) for x in outputs if x.requires_grad)
-        return self._splits
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        """A whole backward, or a part of it; torch keeps what the "input" part returns as `param_groups`."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            return backward_of_inputs(
+                bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+            )
+        left: WeightPart | None = bwd_kwargs["param_groups"]
+        if left is not None:
+            left.run()
+        return (), None
 
     def _release(self, microbatch: int) -> None:
         for received in (*self.args_recv_info[microbatch], *self.grad_recv_info[microbatch]):
@@ -241,20 +227,6 @@ def _make_buffers(received: Sequence[Any], device: torch.device) -> None:
     for item in received:
         if not item.is_root_arg and item.tensor_meta is not None:
             item.buffer = torch.empty(item.tensor_meta.shape, dtype=item.tensor_meta.dtype, device=device)
-
-
-def depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether `output` depends on one of `inputs` in autograd's graph."""
-    sought = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
-    waiting, seen = [get_gradient_edge(output).node], set()
-    while waiting:
-        node = waiting.pop()
-        if node in sought:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    return False
 
 
 def now_s(device: torch.device) -> float:

@@ -152,7 +152,6 @@ class Trainer:
                 return loss
             result = self.runner.step(works, scale=scale)
             before = self._set_aside()
-            works.clear()  # they hold the leaves
             for each in opened:
                 each.close()
             self._sum_tied(before)
@@ -206,8 +205,6 @@ class Trainer:
         return part.loaded.state(fqn).full_tensor()
 
     def _work(self, part: LoadedStage, given: Mapping[str, torch.Tensor], seed: int) -> Work:
-        leaves = [leaf for leaf in part.loaded.used.values() if leaf.requires_grad]
-
         def body(number: int, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             values = dict(zip(part.receives, received))
             for item, layout in part.arguments:
@@ -219,7 +216,7 @@ class Trainer:
                 Pass(part.loaded, constants, _mixed(seed, part.number, number), _mixed(seed, part.number)), *inputs
             )
 
-        return Work(body, leaves)
+        return body
 
     def _slice(self, x: torch.Tensor, name: str, number: int) -> torch.Tensor:
         """The slice of a whole tensor for microbatch `number`."""
@@ -300,7 +297,8 @@ def make_trainer(
     parts, local = [], []
     for number in plan.schedule.stages_of(rank):
         stage, part = stages[number], plan.stages[number]
-        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, alike=micro.alike)
+        how = {"alike": micro.alike, "is_halved": plan.schedule.is_halved}
+        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, **how)
         with peers_alive():
             axes = axes_of(own_mesh, program.joint_axes, plan.cluster)
         constants = run_constants(part.graph, torch.device(mesh.device_type))

@@ -74,7 +74,7 @@ def step_with(strike: Callable[[], None], when: str, name: str, is_patient: bool
 
 def _let_strike(works: dict, strike: Callable[[], None], when: str) -> None:
     (index,) = works
-    original = works[index].body
+    original = works[index]
 
     def body(microbatch: int, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if microbatch == 2 and when == "forward":
@@ -82,7 +82,7 @@ def _let_strike(works: dict, strike: Callable[[], None], when: str) -> None:
         found = original(microbatch, values)
         return (Strikes.apply(found[0], strike if microbatch == 2 else int), *found[1:])
 
-    works[index] = type(works[index])(body, works[index].leaves)
+    works[index] = body
 
 
 def met(

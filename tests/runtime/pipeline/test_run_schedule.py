@@ -101,9 +101,7 @@ def work(model: Model, index: int, blocks: range, batches: Sequence[torch.Tensor
             values = model.block(i, values)
         return (model.last(values) / len(batches),) if is_last else values
 
-    extra = [(model.embed, index == 0), (model.late, 1 in blocks), (model.head, is_last)]
-    modules = [*model.blocks[blocks.start : blocks.stop], *(module for module, is_here in extra if is_here)]
-    return Work(body, [p for module in modules for p in module.parameters() if p.requires_grad])
+    return body
 
 
 def steps(
@@ -176,14 +174,14 @@ def _watched(work: Work, index: int, most: dict[int, tuple[int, int]]) -> Work:
 
     def body(microbatch: int, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         received.extend(StorageWeakRef(x.untyped_storage()) for x in values[:1])
-        found = work.body(microbatch, values)
+        found = work(microbatch, values)
         found = (found[0].clone(memory_format=torch.contiguous_format), *found[1:])
         sent.append(StorageWeakRef(found[0].untyped_storage()))
         alive = [sum(not x.expired() for x in these) for these in (received, sent)]
         most[index] = tuple(map(max, zip(alive, most.get(index, (0, 0)))))
         return found
 
-    return Work(body, work.leaves)
+    return body
 
 
 @pytest.fixture(scope="module")
