@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -46,7 +46,23 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Op:
+class _Unchanging:
+    """A dataclass whose fields never change, with what is computed from them."""
+
+    def once(self, function: Callable[[Self], Result]) -> Result:
+        """`function` of this: computed at the first call, and kept as long as this."""
+        known = self.__dict__.setdefault("_known", {})
+        if function not in known:
+            known[function] = function(self)
+        return known[function]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is computed from them, as a hash, may be another in another process."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True)
+class Op(_Unchanging):
     """One call of a torch op; `args` and `kwargs` are nested tuples of constants with `Slot(i)` for `inputs[i]`."""
 
     name: str
@@ -77,17 +93,6 @@ class Op:
     def __hash__(self) -> int:  # of an op that keys caches it is asked for again and again
         return self._hash
 
-    def once(self, function: Callable[["Op"], Result]) -> Result:
-        """`function` of this op, as `Graph.once`."""
-        known = self.__dict__.setdefault("_known", {})
-        if function not in known:
-            known[function] = function(self)
-        return known[function]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what is computed from them, as a hash, may be another in another process."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
 
 @lru_cache(maxsize=4096)
 def _one_of_equals(op: Op) -> Op:
@@ -115,7 +120,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Graph:
+class Graph(_Unchanging):
     """The forward of a model. Invariants: ops in topological order; each value has one producer; no op mutates.
 
     A producer is an op or an input. `constant_ops` depend on no input: they run once at load, on the device in use, and
@@ -134,16 +139,6 @@ class Graph:
     arguments: tuple[Any, ...]
     argument_spec: Any
     output_spec: Any
-
-    def once(self, function: Callable[["Graph"], Result]) -> Result:
-        """`function` of this graph, which never changes: computed at the first call, and kept as long as the graph."""
-        known = self.__dict__.setdefault("_known", {})
-        if function not in known:
-            known[function] = function(self)
-        return known[function]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def position(self) -> Mapping[str, int]:
