@@ -180,7 +180,7 @@ def plan_by_hand(
         places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, cluster, own, cluster.memory_bytes)
         assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, cluster)
         stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
-    mesh = _whole_mesh(point)
+    mesh = point.whole_mesh
     own = training.staged(schedule.num_microbatches, schedule.num_ranks)
     return StagedPlan(
         mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand"
@@ -199,13 +199,6 @@ def _split(value: Value, layout: Layout, point: Staged) -> Layout:
 def _regions(cut: Cut, stage: StageGraph) -> tuple[tuple[str, ...], ...]:
     there = {op.name for op in stage.graph.ops}
     return tuple(tuple(region) for region in cut.regions if region[0] in there)
-
-
-def _whole_mesh(point: Staged) -> Mesh:
-    if point.schedule.num_ranks == 1:
-        return point.mesh
-    shape, names = (point.mesh.shape, point.mesh.axis_names) if point.mesh.num_devices > 1 else ((), ())
-    return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))
 
 
 def cut_blocks(blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float) -> Partition | None:

@@ -1,48 +1,72 @@
-"""The explanation why no plan in stages fits: the lightest hand plan, its
+"""No point of the sweep fits: a search from the lightest one, and the explanation why no plan in stages fits: its
 fullest rank, and the memory of that by kind.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
+from autopar.planner.fit_memory import Fit
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import LIGHTEST, Staged, lightest
 from autopar.planner.request import PlanRequest
+from autopar.plans.staged_plan import StagedPlan
 from autopar.search.deadline import Deadline
 from autopar.units import format_bytes
 
 # Kinds of memory that neither fewer samples nor shorter sequences reduce.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
+# A search makes a point that takes up to this much more fit, at most: it takes three quarters of the memory, and the peak
+# is as much of that (bert-large on two devices).
+_NEAR = 0.5
 # Kinds below this share of the memory are not named.
 _NAMED = 0.05
 
 
-def refusal(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
+def search_lightest(
+    fit: Fit[StagedPlan],
+    model: Model,
+    meshes: Sequence[tuple[int, Mesh]],
+    cluster: Cluster,
+    request: PlanRequest,
+    search_point: Callable[..., None],
 ) -> InfeasibleError:
-    """The error that no plan fits, with the least memory of a point of the sweep or the reason why there is none.
+    """Search from the point with the least memory, which does not fit as written; last under as much as it takes by the
+    estimate, for the peak may be lower.
 
-    `meshes`: (ranks of the pipeline, mesh of a stage), each to be tried until the `deadline`.
+    Returns the error for the case that no plan is found or none fits by its peak: it has that memory, or the reason why
+    there is no point. `meshes`: (ranks of the pipeline, mesh of a stage), each to be tried until the deadline.
     """
+    asked = {"num_microbatches": _counts(request), "schedules": (request.schedule,) if request.schedule else LIGHTEST}
+    deadline = fit.budget.deadline
+    point = lightest(model, meshes, cluster, training=request.training, deadline=deadline, **asked)
+    is_near = point is not None and request.limit_bytes >= _NEAR * max(point.rank_bytes)
+    limits = (request.limit_bytes, max(point.rank_bytes)) if is_near else ()
+    for limit_bytes in limits if fit.predict else limits[:1]:
+        if not fit.waiting:
+            search_point(point, request=replace(request, memory_limit_bytes=limit_bytes))
+    return _refusal(model, meshes, cluster, request, point, deadline)
+
+
+def _counts(request: PlanRequest) -> tuple[int, ...]:
+    return () if request.num_microbatches is None else (request.num_microbatches,)
+
+
+def _refusal(
+    model: Model,
+    meshes: Sequence[tuple[int, Mesh]],
+    cluster: Cluster,
+    request: PlanRequest,
+    point: Staged | None,
+    deadline: Deadline,
+) -> InfeasibleError:
     num_microbatches, schedule = request.num_microbatches, request.schedule
-    counts = () if num_microbatches is None else (num_microbatches,)
-    schedules = LIGHTEST if schedule is None else (schedule,)
-    point = lightest(
-        model,
-        meshes,
-        cluster,
-        training=request.training,
-        num_microbatches=counts,
-        schedules=schedules,
-        deadline=deadline,
-    )
     if point is None:
         size, ranks = (
             model.num_samples,
@@ -59,23 +83,19 @@ def refusal(
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the"
         f" lightest hand plan, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
-        f" GiB){_with_state_on_host(model, meshes, cluster, request, counts, deadline)};"
+        f" GiB){_with_state_on_host(model, meshes, cluster, request, deadline)};"
         f" {_what_binds(model, point, rank, cluster, request)}"
     )
 
 
 def _with_state_on_host(
-    model: Model,
-    meshes: Sequence[tuple[int, Mesh]],
-    cluster: Cluster,
-    request: PlanRequest,
-    counts: Sequence[int],
-    deadline: Deadline,
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
 ) -> str:
     """The text of the least memory with all optimizer state on the host; "" if it must be on the device."""
     if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
     training = replace(request.training, optimizer="none")
+    counts = _counts(request)
     point = lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline)
     if point is None:
         return ""

@@ -7,7 +7,6 @@ from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import floor_s
-from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
@@ -17,10 +16,9 @@ from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
 from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
-from autopar.planner.pipeline.infeasible import refusal
+from autopar.planner.pipeline.infeasible import search_lightest
 from autopar.planner.pipeline.schedule_bound import ScheduleBounds
-from autopar.planner.pipeline.search_rank import TooSlow
-from autopar.planner.pipeline.search_stages import solve_stages
+from autopar.planner.pipeline.search_stages import PointSearch, searched
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
@@ -135,8 +133,9 @@ def plan_in_stages(
     """
     whole_budget, budget = budget, budget.part(1 - _SHARE_OF_BOUND)
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
-    by_hand: list[Staged] = []
+    by_hand, refused = list[Staged](), None
     model = model_in_stages(graph, mesh, request)
+    meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and whole.step_s < math.inf:
@@ -156,17 +155,16 @@ def plan_in_stages(
         if not fit.waiting and not number:
             if whole.step_s < math.inf:
                 return None
-            break
+            refused = search_lightest(fit, model, meshes, cluster, request, search_point)
         for search in fit.searches():
             _search_again(fit, search, search_point)
-        if fit.best is not None:
+        if fit.best is not None or refused is not None:
             break
-    if fit.best is None and fit.first is not None:
+    if fit.best is None and refused is not None:
+        raise refused
+    if fit.best is None:
         ended = f" (planning was ended by {budget.ended_by})" if budget.is_spent else ""
         raise fit.refusal(f"so would those with less{ended}; raise it, or use more devices")
-    if fit.best is None:
-        meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-        raise refusal(model, meshes, cluster, request, budget.deadline)
     ended = f", ended by {budget.ended_by}" if budget.is_spent else ""  # before the bound is computed in the rest
     best = _bounded(fit.best, bounds, model, whole_budget)
     best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand), timings=budget.timings)
@@ -222,18 +220,6 @@ def _above_limit(
     return points
 
 
-@dataclass(frozen=True)
-class _PointSearch:
-    """The searches of the stages of a point, one for each choice of boundary layouts, with their caches.
-
-    `keeping`: those with all optimizer state on the device.
-    """
-
-    graph: Graph
-    offloading: tuple[tuple[CutTask, StageCache], ...]
-    keeping: tuple[tuple[CutTask, StageCache], ...] = ()
-
-
 def _search_point(
     fit: Fit[StagedPlan],
     point: Staged,
@@ -267,14 +253,14 @@ def _search_point(
         )
         for moves in (True, False)
     )
-    searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
-    plan, at_least_s = _searched(searches, limits_bytes, part, to_beat_s)
+    searches, limits_bytes = PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
+    plan, at_least_s = searched(searches, limits_bytes, part, to_beat_s)
     if is_alone and (least_s := offloading[0][1].least_s):
         bounds.learn(point.mesh, point.schedule, least_s)
     # the time was up, or the best plan of each stage is not the best for the pipeline
     if point.step_s < to_beat_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
-        plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
+        plans = [plan, searched(PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
     search = LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=searches)
     if (at_least_s if plan is None else plan.step_s) < whole.step_s:
@@ -292,7 +278,7 @@ def _search_again(
         return
     to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
     if not fit.budget.is_spent:
-        fit.add(search, *_searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))
+        fit.add(search, *searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))
 
 
 def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
@@ -323,42 +309,6 @@ def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> 
     return budget.part(share if any(one.step_s <= _GAIN * points[0].step_s for one in whole) else 1.0)
 
 
-def _searched(
-    searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget, to_beat_s: float = math.inf
-) -> tuple[StagedPlan | None, float]:
-    """The best plan of a point within these limits of each rank; once the budget is spent, the first that is found.
-
-    If there is none, also the seconds that plans which are too slow take at least, else `inf`.
-
-    `to_beat_s`: of a point with one rank, plans that take as long or longer are not needed.
-
-    If optimizer state is offloaded, plans that keep it are searched too: a stage gains by offloaded state in each
-    microbatch, the pipeline only if the stage is the slowest, and it waits for the state once a step.
-    """
-    plans: list[StagedPlan] = []
-    at_least_s = math.inf
-    for task, cache in (*searches.offloading, *searches.keeping):
-        if plans and budget.is_spent:
-            break
-        if not task.may_move_state and not any(one.assignment.state_on_host for plan in plans for one in plan.stages):
-            break
-        try:
-            solved = solve_stages(task, cache, limits_bytes, budget, to_beat_s)
-        except TooSlow as error:
-            at_least_s = min(at_least_s, error.at_least_s)
-            continue
-        except InfeasibleError:
-            continue
-        point, request = task.point, task.request
-        training = request.training.staged(point.schedule.num_microbatches, point.schedule.num_ranks)
-        place, limit, starts = (_whole_mesh(point), task.cluster), request.limit_bytes, task.cut.starts
-        found_by = "search" if solved.is_searched else f"hand plan {point.name}"
-        plans.append(
-            StagedPlan(*place, training, limit, searches.graph, point.schedule, starts, solved.plans, found_by=found_by)
-        )
-    return min(plans, key=lambda plan: plan.step_s, default=None), at_least_s
-
-
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     """A plan of one stage and one microbatch as a `Plan` for the graph with all its outputs."""
     (stage,) = plan.stages
@@ -376,13 +326,6 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
         timings=plan.timings,
         peak_bytes=plan.peak_bytes,
     )
-
-
-def _whole_mesh(point: Staged) -> Mesh:
-    if point.schedule.num_ranks == 1:
-        return point.mesh
-    shape, names = (point.mesh.shape, point.mesh.axis_names) if point.mesh.num_devices > 1 else ((), ())
-    return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))
 
 
 def _shown(points: Sequence[Staged]) -> dict[str, HandCosts]:

@@ -3,19 +3,68 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.cut_stages import Cut
-from autopar.planner.pipeline.search_rank import as_written, best_plans
+from autopar.planner.pipeline.search_rank import TooSlow, as_written, best_plans
 from autopar.planner.pipeline.stage_tables import CutTask, RankTask, SolvedStages, StageCache
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, pressure_of
 from autopar.plans.plan import plan_of
+from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.placement import format_layout
+
+
+@dataclass(frozen=True)
+class PointSearch:
+    """The searches of the stages of a point, one for each choice of boundary layouts, with their caches.
+
+    `keeping`: those with all optimizer state on the device.
+    """
+
+    graph: Graph
+    offloading: tuple[tuple[CutTask, StageCache], ...]
+    keeping: tuple[tuple[CutTask, StageCache], ...] = ()
+
+
+def searched(
+    searches: PointSearch, limits_bytes: Sequence[float], budget: Budget, to_beat_s: float = math.inf
+) -> tuple[StagedPlan | None, float]:
+    """The best plan of a point within these limits of each rank; once the budget is spent, the first that is found.
+
+    If there is none, also the seconds that plans which are too slow take at least, else `inf`.
+
+    `to_beat_s`: of a point with one rank, plans that take as long or longer are not needed.
+
+    If optimizer state is offloaded, plans that keep it are searched too: a stage gains by offloaded state in each
+    microbatch, the pipeline only if the stage is the slowest, and it waits for the state once a step.
+    """
+    plans: list[StagedPlan] = []
+    at_least_s = math.inf
+    for task, cache in (*searches.offloading, *searches.keeping):
+        if plans and budget.is_spent:
+            break
+        if not task.may_move_state and not any(one.assignment.state_on_host for plan in plans for one in plan.stages):
+            break
+        try:
+            solved = solve_stages(task, cache, limits_bytes, budget, to_beat_s)
+        except TooSlow as error:
+            at_least_s = min(at_least_s, error.at_least_s)
+            continue
+        except InfeasibleError:
+            continue
+        point, request = task.point, task.request
+        training = request.training.staged(point.schedule.num_microbatches, point.schedule.num_ranks)
+        place, limit, starts = (point.whole_mesh, task.cluster), request.limit_bytes, task.cut.starts
+        found_by = "search" if solved.is_searched else f"hand plan {point.name}"
+        plans.append(
+            StagedPlan(*place, training, limit, searches.graph, point.schedule, starts, solved.plans, found_by=found_by)
+        )
+    return min(plans, key=lambda plan: plan.step_s, default=None), at_least_s
 
 
 def solve_stages(

@@ -9,7 +9,7 @@ import numpy as np
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
-from autopar.mesh import Mesh
+from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
 from autopar.planner.pipeline.hand_points import Model, num_data, points, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
@@ -59,6 +59,14 @@ class Staged:
     def rank_bytes(self) -> tuple[float, ...]:
         """Bytes of a device of each rank of the pipeline."""
         return rank_bytes(self.partition, self.schedule)
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all devices, its pipeline axis first."""
+        if self.schedule.num_ranks == 1:
+            return self.mesh
+        shape, names = (self.mesh.shape, self.mesh.axis_names) if self.mesh.num_devices > 1 else ((), ())
+        return Mesh((self.schedule.num_ranks, *shape), (PIPELINE, *names))
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,16 +231,21 @@ def test_without_stages_an_open_mesh_in_a_node_is_searched_whatever_people_write
 
 
 def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(gpt: Graph) -> None:
-    asked, mesh = {"num_microbatches": 2, "schedule": "1f1b"}, parse_mesh("pp=2,dp=2")
+    mesh, limited = parse_mesh("pp=2,dp=2"), partial(request, num_microbatches=2, schedule="1f1b")
     cluster = replace(V100, host_bandwidth_bytes_per_s=0.0)  # else optimizer state would make room there
 
     def refused(limit: float) -> str:
         with pytest.raises(InfeasibleError) as caught:
-            plan_in_stages(gpt, mesh, cluster, request(limit, **asked), budget=Budget.of(5))
+            plan_in_stages(gpt, mesh, cluster, limited(limit), budget=Budget.of(5))
         return str(caught.value)
 
     least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
-    said = refused(0.97 * least)
+    lighter = plan_in_stages(gpt, mesh, cluster, limited(0.97 * least), budget=Budget.of(5))
+    assert lighter is not None and max(lighter.memory_bytes) < 0.97 * least  # than any hand plan
+    said = refused(0.8 * least)
+    predict = lambda plan: tuple(size * 7 // 10 for size in plan.memory_bytes)  # noqa: E731
+    lower = plan_in_stages(gpt, mesh, cluster, limited(0.8 * least), budget=Budget.of(5), predict=predict)
+    assert lower is not None and max(lower.peak_bytes) <= 0.8 * least < max(lower.memory_bytes)
     assert (
         "binds, which holds" in said
         and ", activations" in said
