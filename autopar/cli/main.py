@@ -23,8 +23,7 @@ from autopar.cli.question_options import add_questions, answers_to, are_asked, p
 from autopar.cli.replan_command import add_replan
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
-from autopar.codegen.emit import emit
-from autopar.codegen.lower import lower
+from autopar.codegen.plan_code import code_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY
 from autopar.costmodel.training import REDUCE_DTYPES, Training
@@ -248,7 +247,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.trace:
         write(options.trace, plan_trace(plan))
     if options.code:
-        print(_code(plan))
+        print(code_of(plan))
     elif answers:
         print(
             json.dumps([answer.as_json() for answer in answers], indent=1)
@@ -296,14 +295,6 @@ def _fit(options: argparse.Namespace) -> int:
         raise AutoparError("fit searches for plans: leave out --hand")
     task = FitTask(options.target, options.mesh, load_cluster(options.cluster), _request(options))
     return fit(task, as_json=options.json)
-
-
-def _code(plan: Plan | StagedPlan) -> str:
-    if isinstance(plan, Plan):
-        return emit(lower(plan.graph, plan.mesh, plan.assignment))
-    how = {"is_split": True, "is_halved": plan.schedule.is_halved}
-    texts = (emit(lower(stage.graph, stage.mesh, stage.assignment, **how)) for stage in plan.stages)
-    return "\n".join(f"# stage {number}\n{text}" for number, text in enumerate(texts))
 
 
 def _verify(options: argparse.Namespace) -> int:

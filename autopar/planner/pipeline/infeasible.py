@@ -22,8 +22,8 @@ from autopar.units import format_bytes
 
 # Kinds of memory that neither fewer samples nor shorter sequences reduce.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
-# A search makes a point that takes up to this much more fit, at most: it takes three quarters of the memory, and the peak
-# is as much of that (bert-large on two devices).
+# The share of what the lightest point takes that is searched for: a search takes three quarters of the memory, and its
+# peak is as much of that (bert-large on two devices).
 _NEAR = 0.5
 # Kinds below this share of the memory are not named.
 _NAMED = 0.05
