@@ -23,7 +23,7 @@ from autopar.cli.question_options import add_questions, answers_to, are_asked, p
 from autopar.cli.replan_command import add_replan
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
-from autopar.codegen.plan_code import code_of
+from autopar.codegen.plan_source import source_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY
 from autopar.costmodel.training import REDUCE_DTYPES, Training
@@ -247,7 +247,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.trace:
         write(options.trace, plan_trace(plan))
     if options.code:
-        print(code_of(plan))
+        print(source_of(plan))
     elif answers:
         print(
             json.dumps([answer.as_json() for answer in answers], indent=1)

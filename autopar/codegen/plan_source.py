@@ -6,7 +6,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 
 
-def code_of(plan: Plan | StagedPlan) -> str:
+def source_of(plan: Plan | StagedPlan) -> str:
     """The source of what each rank runs; of a plan in stages, one program after the other."""
     if isinstance(plan, Plan):
         return emit(lower(plan.graph, plan.mesh, plan.assignment))
