@@ -15,6 +15,7 @@ from autopar.ir.passes.common_subexpressions import merge_duplicates
 from autopar.ir.passes.dead_code import drop_dead
 from autopar.ir.passes.drop_identities import drop_identities
 from autopar.ir.passes.merge_reshapes import merge_reshapes
+from autopar.ir.passes.order_free_ops import order_free_ops
 from autopar.ir.passes.row_gather import read_own_rows
 from autopar.ir.passes.split_constants import split_constants
 from autopar.ir.passes.turn_grouped import turn_grouped_weights
@@ -34,6 +35,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     recognise_masks,
     drop_dead,
     merge_duplicates,
+    order_free_ops,
     split_constants,
     drop_dead,
 )
