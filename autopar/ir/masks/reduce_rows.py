@@ -18,6 +18,7 @@ from autopar.ir.experts.row_by_row import ELEMENTWISE_LOSSES, row_dim
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of, resolve
 from autopar.ir.masks.picked_rows import PICKED
+from autopar.ir.passes.common_subexpressions import merge_duplicates
 
 # What takes the place of the rows that were not picked: it is in the domain of the usual functions, so that their
 # gradients, times zero, are zero. Integers are indices.
@@ -32,6 +33,8 @@ _NEUTRAL: Mapping[str, float] = {
 }
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 _TOKEN_LOSSES = ("aten.cross_entropy_loss.default", "aten.nll_loss.default", "aten.nll_loss_nd.default")
+_SAME_FLAGS = ("aten.unsqueeze.default", "aten.expand.default", "aten.expand_as.default")
+_OPPOSITE_FLAGS = ("aten.bitwise_not.default", "aten.logical_not.default")
 _ADDING = ("aten.index_add.default", "aten.scatter_add.default")
 
 
@@ -45,6 +48,7 @@ def reduce_rows(graph: Graph) -> Graph:
     """
     if not any(op.target == PICKED for op in graph.ops):
         return graph
+    graph = merge_duplicates(graph)
     names = {op.name for op in graph.ops} | {value.name for op in graph.ops for value in op.outputs}
     names |= {item.value.name for item in graph.inputs}
     walk = _Reduction(OpBuilder(used_names=names))
@@ -68,13 +72,16 @@ class _PickedRows:
 
 @dataclass
 class _Reduction:
-    """`now`: name of a value -> what it is in the new graph. `places`: name -> (op, dim) whose coordinates it is."""
+    """`now`: name of a value -> what it is in the new graph. `places`: name -> (op, dim) whose coordinates it is.
+    `flags`: name of a mask with more dims -> the mask itself, and whether it is its opposite.
+    """
 
     builder: OpBuilder
     now: dict[str, Value] = field(default_factory=dict)
     rows: dict[str, _PickedRows] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     masks: dict[str, Value] = field(default_factory=dict)
+    flags: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def result(self, value: Value) -> Value:
         """The value that is given out as `value`."""
@@ -93,6 +100,12 @@ class _Reduction:
             self._compute(op)
         else:
             self._keep(op)
+            if op.target in _SAME_FLAGS or op.target in _OPPOSITE_FLAGS:
+                name, is_opposite = self._flags(self._given(op)[0])
+                self.flags[op.outputs[0].name] = name, is_opposite != (op.target in _OPPOSITE_FLAGS)
+
+    def _flags(self, mask: Value) -> tuple[str, bool]:
+        return self.flags.get(mask.name, (mask.name, False))
 
     def _given(self, op: Op) -> tuple[Value, ...]:
         return tuple(self.now.get(value.name, value) for value in op.inputs)
@@ -160,6 +173,20 @@ class _Reduction:
             written if written.shape == shape else self._emit(op, "aten.reshape.default", written, shape)
         )
 
+    def _scatter(self, op: Op, rows: _PickedRows) -> None:
+        """x.masked_scatter(mask, rows) of the rows that this mask picks."""
+        x, mask, values = self._given(op)
+        picked = self.masks[rows.picked]
+        of_rows = picked.shape
+        ones = (1,) * (len(x.shape) - len(of_rows))
+        is_leading = x.shape[: len(of_rows)] == mask.shape[: len(of_rows)] == of_rows
+        is_whole = is_leading and math.prod(x.shape) == math.prod(values.shape)
+        if rows.dim or self._flags(mask) != self._flags(picked) or not is_whole:
+            raise NotByRow(op.target)
+        whole = values if values.shape == x.shape else self._emit(op, "aten.reshape.default", values, x.shape)
+        flags = picked if not ones else self._emit(op, "aten.reshape.default", picked, (*picked.shape, *ones))
+        self.now[op.outputs[0].name] = self._emit(op, "aten.where.self", flags, whole, x)
+
     def _compute(self, op: Op) -> None:
         rows = [self.rows.get(value.name) for value in op.inputs]
         if len({each.picked for each in rows if each is not None}) > 1:
@@ -177,6 +204,8 @@ class _Reduction:
             self._token_loss(op)
         elif op.target in _ADDING:
             self._add(op)
+        elif op.target == "aten.masked_scatter.default" and rows[0] is rows[1] is None:
+            self._scatter(op, next(each for each in rows if each is not None))
         else:
             raise NotByRow(op.target)
 

@@ -9,6 +9,7 @@ from autopar.ir.attention.constant_masks import recognise_masks
 from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.graph import Graph
+from autopar.ir.masks.scatter_rows import scatter_rows
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
 from autopar.ir.passes.common_subexpressions import merge_duplicates
@@ -23,6 +24,7 @@ from autopar.ir.passes.unflatten_matmul import unflatten_products
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     route_loops,
+    scatter_rows,
     unfold_broadcasts,
     canonicalise,
     drop_identities,

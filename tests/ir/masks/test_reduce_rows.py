@@ -79,6 +79,11 @@ def masked_select(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) ->
     return (x @ w).sum(-1).masked_select(mask).square().mean()
 
 
+def scattered(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    out = y.masked_scatter(mask.unsqueeze(-1), (x @ w)[mask])
+    return out.masked_scatter(~mask.unsqueeze(-1).expand_as(y), (y @ w)[~mask]).square().mean()
+
+
 def of_second_dim(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
     return (x @ w).transpose(0, 1)[:, mask[:, 0]].square().mean()
 
@@ -95,7 +100,7 @@ def by_hand(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tenso
 
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
-    *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, of_second_dim),
+    *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
     *(selected_by_the_model, by_hand),
 ]
 

@@ -56,8 +56,8 @@ def test_graphs_differ_in_no_name() -> None:
 
 def test_a_loop_over_a_set_in_processes_with_other_hashes() -> None:
     code = (
-        "from autopar.ir.print_graph import fingerprint; from tests.ir.passes.test_order_free_ops import KINDS, graph_of;"
-        " print(fingerprint(graph_of(set(KINDS))[0]))"
+        "from autopar.ir.print_graph import fingerprint;"
+        " from tests.ir.passes.test_order_free_ops import KINDS, graph_of; print(fingerprint(graph_of(set(KINDS))[0]))"
     )
     root = str(Path(__file__).parents[3])
     prints = {
