@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autopar.ir.guards.kept_losses import CTC
 from autopar.sbp.rules.loss import MEAN, NONE, RULES, SUM
 from tests.sbp.exercise import combinations, exercise, exercise_mesh, f64
 
@@ -163,3 +164,10 @@ def test_every_rule_has_a_sample():
         CROSS_ENTROPY,
         "aten.nll_loss_nd.default",
     } == set(RULES)
+
+
+def test_ctc_loss_splits_the_samples() -> None:
+    log_probs = torch.randn(7, 6, 4, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    labels, steps, wanted = torch.randint(1, 4, (6, 3)), torch.tensor([7, 6, 5, 7, 7, 2]), torch.arange(6) % 4
+    assert "S(1) S(0) S(0) S(0) -> S(0)" in exercise(CTC, log_probs, labels, steps, wanted, 0, True)
+    assert len(exercise(CTC, log_probs, labels.flatten()[: int(wanted.sum())], steps, wanted, 0, True)) == 2  # whole

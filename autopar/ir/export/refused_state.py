@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
 from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
@@ -37,18 +38,9 @@ _BACKWARD = (
     "torch.autograd.{} in forward is not recorded: return what is differentiated, and call"
     " torch.autograd.grad(..., create_graph=True) on what the compiled model gives"
 )
-_OUTSIDE = (
-    "torch.nn.functional.{}, and a plan needs fixed shapes and one fixed program: return what it is computed of, and"
-    " call it on what the compiled model gives"
-)
 _SEEDED = (
     "torch.manual_seed in forward would run while the model is traced and at no call: draw with that seed outside, and"
     " hand the numbers in as an argument or keep them in a buffer"
-)
-_SEQUENCES = _OUTSIDE.format("ctc_loss keeps tensors whose sizes depend on the values of the lengths")
-_GAUSSIAN = (
-    _OUTSIDE.format("gaussian_nll_loss looks at the values of the variance, and raises an error if one is negative")
-    + "; or write it out: 0.5 * (variance.log() + (x - mean).square() / variance)"
 )
 _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
@@ -103,7 +95,7 @@ def _place(hook: Any) -> str:
 @contextmanager
 def losses_refused(model: nn.Module) -> Iterator[None]:
     """While a model is exported, raise TraceError, in the model's line, for what the export would lose; buffers that
-    the forward replaces are written back at its end.
+    the forward replaces are written back at its end. Losses that look at values are written out.
     """
     with ExitStack() as stack:
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -114,8 +106,8 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         for name in ("grad", "backward"):
             stack.enter_context(patch.object(torch.autograd, name, _refusal(_BACKWARD.format(name))))
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
-        stack.enter_context(patch.object(functional, "ctc_loss", _refusal(_SEQUENCES)))
-        stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian(functional.gaussian_nll_loss)))
+        for written_out in (ctc_loss, gaussian_nll_loss):
+            stack.enter_context(patch.object(functional, written_out.__name__, written_out))
         stack.enter_context(_observers_refused(model))
         stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)
@@ -248,18 +240,6 @@ def _refusal(message: str) -> Callable[..., Any]:
         raise TraceError(message)
 
     return refuse
-
-
-def _gaussian(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`gaussian_nll_loss`, which takes a variance that is a number; TraceError for one in a tensor."""
-
-    @functools.wraps(original)
-    def loss(input: Any, target: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(var, torch.Tensor):
-            raise TraceError(_GAUSSIAN)
-        return original(input, target, var, *args, **kwargs)
-
-    return loss
 
 
 def _described(x: torch.Tensor | None) -> str:

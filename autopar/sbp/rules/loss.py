@@ -7,6 +7,7 @@ and reaches each rank's slice of the inputs. A mean divides by a global number: 
 from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
+from autopar.ir.guards.kept_losses import CTC
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import broadcast_term, place
@@ -77,9 +78,17 @@ def row_loss(op: Op) -> Iterator[Signature]:
     yield from signature(op, dict.fromkeys(names, S(0)), output, role="elements" if reduction == MEAN else "")
 
 
+def ctc_loss(op: Op) -> Iterator[Signature]:
+    """autopar.ctc_loss: a term for each sample, whose targets are a row."""
+    if len(tensor_of(op, "targets").shape) == 2:
+        samples = dict.fromkeys(("targets", "input_lengths", "target_lengths"), S(0))
+        yield from signature(op, {"log_probs": S(1), **samples}, S(0))
+
+
 _ROWS = ("self", "input1", "input2", "anchor", "positive", "negative", "target")
 
 RULES = {
+    CTC: ctc_loss,
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.nll_loss_nd.default": nll_loss,
     "aten.mse_loss.default": elementwise_loss,

@@ -205,7 +205,7 @@ def judged(run: Run, losses: dict[str, Callable], y: torch.Tensor) -> Numbers:
     return found
 
 
-@case(refused="looks at the values of the variance")
+@case()
 def loss_that_looks_at_values(run: Run) -> Numbers:
     """F.gaussian_nll_loss, which raises an error if a variance is negative"""
     loss = lambda x, y: F.gaussian_nll_loss(x, y, x.square() + 0.1)  # noqa: E731
@@ -255,7 +255,7 @@ class Spelled(nn.Module):
         return F.ctc_loss(logits, labels, num_steps, num_labels, zero_infinity=True)
 
 
-@case(refused="ctc_loss keeps tensors.*call it on what the compiled model gives")
+@case()
 def loss_of_sequences(run: Run) -> Numbers:
     """nn.CTCLoss with lengths of steps and labels"""
     labels, lengths = torch.randint(1, 6, (BATCH, 3)), torch.tensor([1, 2, 3, 3, 2, 1, 2, 3])

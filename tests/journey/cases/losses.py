@@ -124,7 +124,7 @@ def gaussian(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.GaussianNLLLoss(full=True)(mean, y, F.softplus(variance))
 
 
-@case(on=ON, refused=r"GaussianNLLLoss.*looks at the values of the variance.*write it out: 0.5 \*")
+@case(on=ON)
 def gaussian_likelihood(run: Run) -> Numbers:
     """nn.GaussianNLLLoss, which raises an error if a variance is negative"""
     return inside(run, {"gaussian": gaussian}, torch.randn(BATCH, WIDTH // 2))
@@ -226,7 +226,7 @@ def classes_by_loss_fn(run: Run) -> Numbers:
     return outside(run, OF_CLASSES, torch.randint(WIDTH, (BATCH,)))
 
 
-@case(on=FORWARD, refused="ctc_loss keeps tensors.*call it on what the compiled model gives", peers=False)
+@case(on=FORWARD, peers=False)
 def sequences(run: Run) -> Numbers:
     """nn.CTCLoss inside forward"""
     loss = nn.CTCLoss(zero_infinity=True)

@@ -1,0 +1,94 @@
+"""Losses of torch that look at values: each is written out while a model is exported, or recorded as an op.
+
+`gaussian_nll_loss` raises an error if a variance is negative: each call compares. `ctc_loss` keeps tensors whose sizes
+depend on the lengths: the losses of the samples are one op, `autopar.ctc_loss`.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from autopar.errors import TraceError
+from autopar.ir.export.source_lines import quoted_here
+from autopar.ir.graph import resolve
+from autopar.ir.guards.guard_ops import NOTE
+
+CTC = "autopar.ctc_loss.default"
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,"
+    " bool zero_infinity) -> Tensor"
+)
+_TORCH_CTC = functional.ctc_loss  # as it is before an export replaces it
+
+
+def _ctc(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """The loss of each sample of [steps, samples, classes]."""
+    if type(log_probs) not in (torch.Tensor, torch.nn.Parameter) or log_probs.is_meta or not log_probs.shape[1]:
+        return log_probs.sum((0, 2))  # no values, or no sample: a tensor of that shape, with the gradient
+    lengths = input_lengths, target_lengths
+    return _TORCH_CTC(log_probs, targets, *lengths, blank, "none", zero_infinity)
+
+
+_LIBRARY.impl("ctc_loss", _ctc, "CompositeImplicitAutograd")
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.ctc_loss` of [steps, samples, classes], by the op.
+
+    "mean" divides the loss of each sample by the length of its target, as torch's documentation says.
+    """
+    if log_probs.dim() != 3:
+        raise TraceError("torch.nn.functional.ctc_loss of a single sample: give it [steps, 1, classes]")
+    given, wanted = (_lengths(lengths, log_probs) for lengths in (input_lengths, target_lengths))
+    losses = resolve(CTC)(log_probs, targets, given, wanted, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / wanted.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _lengths(given: Any, like: torch.Tensor) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else torch.tensor(tuple(given), device=like.device)
+
+
+def gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`torch.nn.functional.gaussian_nll_loss`: (log v + (x - y)^2 / v) / 2 of a variance v that is `eps` at least."""
+    if not isinstance(var, torch.Tensor):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(input)
+    else:
+        resolve(NOTE)([(var.detach() < 0).any()], "Eq(v0, 0)", quoted_here())
+    if var.size() != input.size() and input.size()[:-1] == var.size():
+        var = var.unsqueeze(-1)
+    is_alike = input.ndim == var.ndim and sum(n for m, n in zip(input.size(), var.size()) if m != n) in (0, 1)
+    if var.size() != input.size() and not is_alike:
+        raise ValueError("var is of incorrect size")
+    least = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (least.log() + (input - target) ** 2 / least) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
