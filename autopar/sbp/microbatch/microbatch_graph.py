@@ -6,7 +6,8 @@ when backward runs once for each microbatch.
 
 A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides
 by their number in the whole batch, which is an argument of the graph: the loss is the sum of its tokens' terms times 1
-/ that number.
+/ that number. So is what follows from arguments and buffers alone and is read whole, as `w.sum()` of a masked mean
+`(loss * w).sum() / w.sum()`.
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from typing import Any
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.op_facts import is_random
+from autopar.ir.passes.dead_code import drop_dead
 from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
-from autopar.sbp.microbatch.split_batch import BatchSplit, batch_size, is_share, split_batch
-from autopar.sbp.microbatch.token_count import LossCount, loss_count
+from autopar.sbp.microbatch.split_batch import KNOWN, BatchSplit, batch_size, is_share, split_batch
+from autopar.sbp.microbatch.token_count import LossCount, known_value, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
 from autopar.sbp.rules._by_name import argument_names, tensor_of
 from autopar.sbp.rules.loss import SUM
@@ -114,6 +116,12 @@ class _Writing:
     def add(self, op: Op) -> None:
         """Write `op` with the local arguments of a microbatch."""
         signature = self.split.signatures[op.name]
+        if signature.role == KNOWN:
+            count = known_value(self.graph, op, self._unique(f"{op.outputs[0].name}_of_all"))
+            self.counts.append(count)
+            self.added[count.input.value.name] = op.name
+            self.values[op.outputs[0].name] = count.input.value
+            return
         operands = [
             self._share(v, op) if is_share(op, signature, i, self.split.placements) else v
             for i, v in enumerate(op.inputs)
@@ -138,7 +146,7 @@ class _Writing:
         """A term of `value`, which is the same in all microbatches: their sum is the value."""
         share = replace(value, name=self._unique(f"{user.name if user else value.name}_share"))
         self.values[share.name] = share
-        self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (value,), share, user)
+        self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (self.values[value.name],), share, user)
         return share
 
     def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
@@ -194,7 +202,7 @@ class _Writing:
         placements |= {value.name: self._placement(value) for value in outputs if isinstance(value, Value)}
         placements |= {count.input.value.name: I for count in self.counts}
         inputs += tuple(count.input for count in self.counts)
-        graph = replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs)
+        graph = drop_dead(replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs))
         return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
 
     def _output(self, value: Value) -> Value:

@@ -16,6 +16,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
+from autopar.sbp.microbatch.token_count import known_ops
 from autopar.sbp.op_signatures import discovery_of, signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import rule_of
@@ -24,6 +25,7 @@ from autopar.sbp.signature import Signature
 # Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
 # Every other role needs values of other microbatches.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE))
+KNOWN = "known"  # of an op whose result, of the whole batch, is computed before the microbatches
 _REASONS = {
     "batch": (
         "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they"
@@ -55,10 +57,11 @@ def split_batch(graph: Graph) -> BatchSplit:
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
-    routed, fitting = routed_signatures(graph), cache(_fitting)
+    routed, known, fitting = routed_signatures(graph), known_ops(graph), cache(_fitting)
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         reads = tuple(map(op.inputs.index, op.inputs))
-        found = fitting(op.nameless, reads, routed.get(op.name, ()), tuple(domains[value.name] for value in op.inputs))
+        of_inputs = tuple(domains[value.name] for value in op.inputs)
+        found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, op.name in known)
         if not found.signatures:
             raise MicrobatchError(_refusal(op, domains))
         offered[op.name] = found.signatures
@@ -137,10 +140,21 @@ class _Fitting:
 
 
 def _fitting(
-    op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...], domains: tuple[frozenset[Placement], ...]
+    op: Op,
+    reads: tuple[int, ...],
+    routed: tuple[Signature, ...],
+    domains: tuple[frozenset[Placement], ...],
+    is_known: bool,
 ) -> _Fitting:
-    """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`."""
+    """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. Of an op that `is_known`
+    the result may be that of the whole batch where it would be a term, or where no signature fits.
+    """
     signatures = tuple(found for found in _possible(op, reads, routed) if _fits(op, found, domains))
+    if is_known and len(op.outputs) == 1:
+        terms = [found.inputs for found in signatures if found.outputs == (P,)]
+        if not signatures and all(len(domain) == 1 for domain in domains):
+            terms = [tuple(placement for domain in domains for placement in domain)]
+        signatures += tuple(Signature(inputs, (I,), KNOWN) for inputs in terms)
     outputs = zip(*(signature.outputs for signature in signatures))
     return _Fitting(signatures, tuple(map(frozenset, outputs)))
 
@@ -204,9 +218,10 @@ def _choose(graph: Graph, possible: dict[str, tuple[Signature, ...]], domains: D
     return {name: signatures[0] for name, signatures in possible.items()}
 
 
-def _num_split(op: Op, signature: Signature, domains: Domains) -> tuple[int, int]:
+def _num_split(op: Op, signature: Signature, domains: Domains) -> tuple[int, int, bool]:
     shares = sum(placement not in domains[value.name] for placement, value in zip(signature.inputs, op.inputs))
-    return shares, sum(placement.is_split for placement in (*signature.inputs, *signature.outputs))
+    num_split = sum(placement.is_split for placement in (*signature.inputs, *signature.outputs))
+    return shares, num_split, signature.role == KNOWN
 
 
 def _make_consistent(

@@ -1,4 +1,6 @@
-"""The weight of a loss's tokens in the whole batch, by which a mean is divided when the batch runs in microbatches."""
+"""Numbers of the whole batch that are known before its microbatches run: the weight of a loss's tokens, by which a mean
+is divided, and what else follows from arguments and buffers alone.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,10 +18,10 @@ from autopar.sbp.rules._by_name import optional_tensor, tensor_of
 
 @dataclass(frozen=True)
 class LossCount:
-    """A scalar argument `input` of a microbatch's graph, the same in all, and the `graph` that computes it.
+    """An argument `input` of a microbatch's graph, the same in all, and the `graph` that computes it.
 
     The only output of `graph`, from the whole batch's arguments, buffers and constants, is 1 / the number of tokens
-    that are not ignored, or 1 / the sum of their classes' weights.
+    that are not ignored, or 1 / the sum of their classes' weights, or the value of an op of the whole graph.
     """
 
     input: Input
@@ -49,11 +51,34 @@ def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
         sum_dtype(loss.dtype),
         Origin(name, op.module, op.line),
     )
+    return _computed(graph, inputs, builder.ops, result, name)
+
+
+def known_ops(graph: Graph) -> frozenset[str]:
+    """The ops whose results follow from arguments, buffers and constants, and have no gradient."""
+    unknown = {item.value.name for item in graph.of_kind("parameter")}
+    known = set()
+    for op in graph.ops:
+        is_unknown = is_random(op) or any(value.needs_grad for value in (*op.inputs, *op.outputs))
+        if is_unknown or any(value.name in unknown for value in op.inputs):
+            unknown.update(value.name for value in op.outputs)
+        else:
+            known.add(op.name)
+    return frozenset(known)
+
+
+def known_value(graph: Graph, op: Op, name: str) -> LossCount:
+    """The only result of `op`, one of `known_ops`, as an argument called `name`."""
+    ops, inputs = _known_before(graph, op, op.outputs)
+    return _computed(graph, inputs, ops, op.outputs[0], name)
+
+
+def _computed(graph: Graph, inputs: tuple[Input, ...], ops: Iterable[Op], result: Value, name: str) -> LossCount:
     constant_ops, constants = constants_for(graph, {item.value.name for item in inputs})
     count = replace(
         graph,
         inputs=inputs,
-        ops=tuple(builder.ops),
+        ops=tuple(ops),
         outputs=(result,),
         mutations=(),
         constant_ops=constant_ops,

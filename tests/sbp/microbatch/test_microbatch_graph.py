@@ -290,9 +290,9 @@ REFUSED = {
     "rows sorted twice": (lambda x, w: routed(x, w, after=lambda rows, order: rows[order]), "sort"),
     "the order itself": (lambda x, w: routed(x, w, after=lambda rows, order: rows * order[:, None]), "sort"),
     "rows by place": (lambda x, w: routed(x, w, between=lambda rows: rows * torch.arange(8)[:, None]), "sort"),
-    "products of means": (lambda x, w: (x.mean(0) * x.square().mean(0)).sum(), "whole batch"),
+    "products of means": (lambda x, w: ((x @ w).mean(0) * (x @ w).square().mean(0)).sum(), "whole batch"),
     "softmax over the batch": (lambda x, w: (x @ w).softmax(0).square().sum(), "softmax"),
-    "contrastive": (lambda x, w: (x @ x.T).logsumexp(1).sum(), "matmul|mm|transpose|permute"),
+    "contrastive": (lambda x, w: ((x @ w) @ (x @ w).T).logsumexp(1).sum(), "matmul|mm|transpose|permute"),
     "norm of a mean": (lambda x, w: (x @ w).mean(0).norm(), "norm"),
     "targets from parameters": (lambda x, w: F.cross_entropy(x @ w, (x @ w).detach().argmax(1)), "parameter w"),
     "cumsum": (lambda x, w: (x @ w).cumsum(0).sum(), "cumsum"),
@@ -367,3 +367,27 @@ def test_many_layers_take_no_time(monkeypatch):
     start = time.process_time()
     microbatched(graph, 4)
     assert time.process_time() - start < 1.5
+
+
+WEIGHTED = {
+    "a masked mean": lambda y, w: (y.square().mean(-1) * w).sum() / w.sum(),
+    "at least one": lambda y, w: (y.square() * w[:, None]).sum() / (w > 0.5).sum().clamp(min=1),
+    "weights that sum to one": lambda y, w: (y.mean(-1) * (w / w.sum())).sum() + y.square().mean(),
+    "relative to the largest": lambda y, w: (y.square().sum(-1) * (w / w.amax())).mean(),
+    "what a mask picks": lambda y, w: y[w > 0.5].square().mean(),
+    "two means": lambda y, w: (y[:, 0] * w).sum() / w.sum() + (y[:, 1].tanh() * (1 - w)).sum() / (1 - w).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_numbers_of_the_whole_batch_that_are_known_before(name):
+    torch.manual_seed(0)
+    micro = check(WithLoss(nn.Linear(4, 4), WEIGHTED[name]).double(), (torch.randn(8, 4).double(), W_OF_8), {})
+    assert micro.counts
+    names = {value.name for op in micro.graph.ops for value in op.inputs} | {
+        value.name for value in micro.graph.outputs
+    }
+    assert all(value.name in names for op in micro.graph.ops for value in op.outputs)  # nothing is computed in vain
+
+
+W_OF_8 = torch.tensor([0.1, 0.2, 0.9, 0.7, 0.3, 0.1, 0.8, 0.2], dtype=torch.float64)
