@@ -8,6 +8,7 @@ from collections.abc import Callable
 from autopar.ir.attention.constant_masks import recognise_masks
 from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.experts.unflatten_repeats import unflatten_repeats
+from autopar.ir.folding.order_free_ops import order_free_ops
 from autopar.ir.graph import Graph
 from autopar.ir.masks.scatter_rows import scatter_rows
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
@@ -16,7 +17,6 @@ from autopar.ir.passes.common_subexpressions import merge_duplicates
 from autopar.ir.passes.dead_code import drop_dead
 from autopar.ir.passes.drop_identities import drop_identities
 from autopar.ir.passes.merge_reshapes import merge_reshapes
-from autopar.ir.passes.order_free_ops import order_free_ops
 from autopar.ir.passes.row_gather import read_own_rows
 from autopar.ir.passes.split_constants import split_constants
 from autopar.ir.passes.turn_grouped import turn_grouped_weights

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.passes.order_free_ops import order_free_ops
+from autopar.ir.folding.order_free_ops import order_free_ops
 from autopar.ir.print_graph import fingerprint
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
@@ -57,7 +57,7 @@ def test_graphs_differ_in_no_name() -> None:
 def test_a_loop_over_a_set_in_processes_with_other_hashes() -> None:
     code = (
         "from autopar.ir.print_graph import fingerprint;"
-        " from tests.ir.passes.test_order_free_ops import KINDS, graph_of; print(fingerprint(graph_of(set(KINDS))[0]))"
+        " from tests.ir.folding.test_order_free_ops import KINDS, graph_of; print(fingerprint(graph_of(set(KINDS))[0]))"
     )
     root = str(Path(__file__).parents[3])
     prints = {
