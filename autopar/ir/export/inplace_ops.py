@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -99,6 +100,10 @@ def convert_write(
         result = builder.emit("aten.full_like.default", (current, args[1]), at=at)[0]
     elif target == "aten.zero_.default":
         result = builder.emit("aten.zeros_like.default", (current,), at=at)[0]
+    elif target == "aten.fill_diagonal_.default" and len(current.shape) == 2 and not any(args[2:]):
+        given = {"dtype": torch.bool}
+        diagonal = builder.emit("aten.eye.m", current.shape, given, at=replace(at, name="diagonal"))[0]
+        result = builder.emit("aten.where.ScalarSelf", (diagonal, args[1], current), at=at)[0]
     elif functional is None or written_arguments(resolve(target)) != (_first_argument(target),):
         names = ", ".join(written_arguments(resolve(target)))
         raise TraceError(

@@ -115,7 +115,15 @@ def _dropout_that_drops_nothing(model, x):
     return x + 1, kept * 2
 
 
+def _diagonals(model, x):
+    x = x * 1
+    tall = x.T * 1
+    x.fill_diagonal_(3)
+    return x, tall[1:].fill_diagonal_(-1.5), tall
+
+
 PROGRAMS = [
+    _diagonals,
     _through_views_of_all_kinds,
     _dropout_that_drops_nothing,
     _slice_then_base,
