@@ -17,7 +17,6 @@ from typing import Any
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.op_facts import is_random
-from autopar.ir.passes.dead_code import drop_dead
 from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
 from autopar.sbp.microbatch.split_batch import KNOWN, BatchSplit, batch_size, is_share, split_batch
@@ -116,12 +115,6 @@ class _Writing:
     def add(self, op: Op) -> None:
         """Write `op` with the local arguments of a microbatch."""
         signature = self.split.signatures[op.name]
-        if signature.role == KNOWN:
-            count = known_value(self.graph, op, self._unique(f"{op.outputs[0].name}_of_all"))
-            self.counts.append(count)
-            self.added[count.input.value.name] = op.name
-            self.values[op.outputs[0].name] = count.input.value
-            return
         operands = [
             self._share(v, op) if is_share(op, signature, i, self.split.placements) else v
             for i, v in enumerate(op.inputs)
@@ -129,7 +122,8 @@ class _Writing:
         inputs = tuple(self.values[value.name] for value in operands)
         if signature.role == INVERSE:
             inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
-        args, kwargs = localize(op, Strategy((signature,)), (self.count,))
+        of_term = replace(signature, outputs=(P,), role="") if signature.role == KNOWN else signature
+        args, kwargs = localize(op, Strategy((of_term,)), (self.count,))
         outputs = tuple(map(self._local, op.outputs))
         self.values.update((value.name, value) for value in outputs)
         local = replace(op, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
@@ -137,6 +131,8 @@ class _Writing:
             self.alike.append(op.name)
         if signature.role == "tokens" and not _has_probabilities(op):
             self._add_counted(local)
+        elif signature.role == KNOWN:
+            self._add_known(op, local)
         elif signature.role and signature.role != INVERSE:
             self._add_averaged(local)
         else:
@@ -162,6 +158,14 @@ class _Writing:
         if origin:
             self.added[name] = origin.name
         self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
+
+    def _add_known(self, op: Op, local: Op) -> None:
+        """Write `local`, whose term nothing reads, since every op has its place; its readers have the whole value."""
+        count = known_value(self.graph, op, self._unique(f"{op.outputs[0].name}_of_all"))
+        self.counts.append(count)
+        self.added[count.input.value.name] = op.name
+        self.ops.append(local)
+        self.values[op.outputs[0].name] = count.input.value
 
     def _add_averaged(self, op: Op) -> None:
         """Write a mean over equal parts: the mean of this part / the number of parts."""
@@ -202,7 +206,7 @@ class _Writing:
         placements |= {value.name: self._placement(value) for value in outputs if isinstance(value, Value)}
         placements |= {count.input.value.name: I for count in self.counts}
         inputs += tuple(count.input for count in self.counts)
-        graph = drop_dead(replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs))
+        graph = replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs)
         return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
 
     def _output(self, value: Value) -> Value:

@@ -147,14 +147,12 @@ def _fitting(
     is_known: bool,
 ) -> _Fitting:
     """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. Of an op that `is_known`
-    the result may be that of the whole batch where it would be a term, or where no signature fits.
+    the result may be that of the whole batch where it would be a term.
     """
     signatures = tuple(found for found in _possible(op, reads, routed) if _fits(op, found, domains))
     if is_known and len(op.outputs) == 1:
-        terms = [found.inputs for found in signatures if found.outputs == (P,)]
-        if not signatures and all(len(domain) == 1 for domain in domains):
-            terms = [tuple(placement for domain in domains for placement in domain)]
-        signatures += tuple(Signature(inputs, (I,), KNOWN) for inputs in terms)
+        terms = [found for found in signatures if found.outputs == (P,)]
+        signatures += tuple(Signature(found.inputs, (I,), KNOWN, found.num_units) for found in terms)
     outputs = zip(*(signature.outputs for signature in signatures))
     return _Fitting(signatures, tuple(map(frozenset, outputs)))
 
