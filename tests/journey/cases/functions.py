@@ -73,7 +73,7 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
+@case(on=(DP_TP, FREE, PP))
 def products(run: Run) -> Numbers:
     """torch.einsum of several forms, bmm, baddbmm, tensordot, vecdot, cross"""
     return each(run, PRODUCTS, 4, WIDTH)
@@ -98,7 +98,7 @@ SCANS: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
+@case(on=(DP_TP, FREE, PP))
 def scans_and_orders(run: Run) -> Numbers:
     """cumsum, cumprod, cummax, sort, topk, median, roll, diff, logsumexp, quantile of one sample each"""
     return each(run, SCANS, 4, WIDTH)
@@ -130,15 +130,15 @@ INDEXED: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
+@case(on=(DP_TP, FREE, PP))
 def indices_and_masks(run: Run) -> Numbers:
     """gather, scatter, scatter_reduce, index_add, index_copy, masked_fill, where, one_hot, bucketize, tile, unfold"""
     return each(run, INDEXED, 4, WIDTH)
 
 
-@case(refused="functions.py")
+@case(refused={PP: WITH_STAGES})
 def places_of_what_is_not_zero(run: Run) -> Numbers:
-    """x[x.nonzero(as_tuple=True)] in forward: a shape that depends on values"""
+    """The mean of x[x.nonzero(as_tuple=True)] in forward: a shape that depends on values"""
     return each(run, {"nonzero": lambda x: x + x[(x > 0).nonzero(as_tuple=True)].mean()}, WIDTH)
 
 
@@ -157,7 +157,7 @@ COMPLEX: dict[str, Function] = {
 }
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def complex_numbers_and_spectra(run: Run) -> Numbers:
     """torch.fft.fft2, rfft, fftshift, stft, polar, and rotary positions by complex numbers"""
     return each(run, COMPLEX, 4, WIDTH)
@@ -180,7 +180,7 @@ LINEAR_ALGEBRA: dict[str, Function] = {
 }
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def linear_algebra(run: Run) -> Numbers:
     """torch.linalg: solve, inv, cholesky, slogdet, svdvals, eigvalsh, matrix_exp of each sample"""
     return each(run, LINEAR_ALGEBRA, 4, WIDTH)
@@ -205,7 +205,7 @@ def judged(run: Run, losses: dict[str, Callable], y: torch.Tensor) -> Numbers:
     return found
 
 
-@case()
+@case(refused={PP: WITH_STAGES})
 def loss_that_looks_at_values(run: Run) -> Numbers:
     """F.gaussian_nll_loss, which raises an error if a variance is negative"""
     loss = lambda x, y: F.gaussian_nll_loss(x, y, x.square() + 0.1)  # noqa: E731
@@ -255,7 +255,7 @@ class Spelled(nn.Module):
         return F.ctc_loss(logits, labels, num_steps, num_labels, zero_infinity=True)
 
 
-@case()
+@case(refused={PP: WITH_STAGES})
 def loss_of_sequences(run: Run) -> Numbers:
     """nn.CTCLoss with lengths of steps and labels"""
     labels, lengths = torch.randint(1, 6, (BATCH, 3)), torch.tensor([1, 2, 3, 3, 2, 1, 2, 3])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
+from tests.journey.case import FORWARD, PP, SETTINGS, Numbers, Run, case
 from tests.journey.cases.tricks import three_steps
 from tests.journey.stack import BATCH, WIDTH, Stack
 
@@ -124,7 +124,7 @@ def gaussian(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.GaussianNLLLoss(full=True)(mean, y, F.softplus(variance))
 
 
-@case(on=ON)
+@case(on=ON, refused={PP: "cannot be run on microbatches"})
 def gaussian_likelihood(run: Run) -> Numbers:
     """nn.GaussianNLLLoss, which raises an error if a variance is negative"""
     return inside(run, {"gaussian": gaussian}, torch.randn(BATCH, WIDTH // 2))
