@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autopar.costmodel.work_bound import floor_s
+from autopar.costmodel.work_bound import floor_s, speeds_floor_s
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import (
     hand_table,
@@ -79,8 +79,11 @@ def _moments_json(plan: StagedPlan, rank: int) -> list[dict[str, Any]]:
 
 def _head(plan: StagedPlan) -> str:
     least = f"no {printable(plan.bound_of)} takes less than {format_seconds(plan.lower_bound_s)} (gap {plan.gap:.1%})"
-    floor = floor_s(plan.graph, plan.mesh, plan.cluster, training=plan.training)
-    shared = f"the work shared evenly by all devices takes {format_seconds(floor)}"
+    groups, training = plan.cluster.groups, plan.training
+    floor = floor_s(plan.graph, plan.mesh, plan.cluster, training=training)
+    floor = floor if groups is None else speeds_floor_s(plan.graph, groups, training)
+    how = "evenly by all devices" if groups is None else "by all devices as fast as each is"
+    shared = f"the work shared {how} takes {format_seconds(floor)}"
     bound = f"{least}; {shared}" if plan.lower_bound_s else f"no lower bound; {shared}"
     num_on_host = sum(len(stage.assignment.state_on_host) for stage in plan.stages)
     host_bytes = sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
@@ -108,10 +111,11 @@ def _stages(plan: StagedPlan) -> str:
         own = stage.assignment
         saved = (str(len(x)) for x in (own.recomputed, own.offloaded, own.state_on_host))
         in_flight = str(stage.training.num_in_flight)
+        where = f" ({printable(stage.cluster.name)})" if plan.cluster.groups is not None else ""
         lines.append(
             [
                 str(number),
-                str(plan.schedule.rank_of(number)),
+                f"{plan.schedule.rank_of(number)}{where}",
                 printable(span),
                 *map(format_seconds, spent),
                 in_flight,

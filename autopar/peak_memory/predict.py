@@ -161,7 +161,7 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets, is_halved=is_halved)
         with without_data(plan.cluster.device_type) as run_op:
-            stage = DryStage(Rank.of(program, receives, {}, plan.cluster), **_where(plan, number))
+            stage = DryStage(Rank.of(program, receives, {}, own.cluster), **_where(plan, number))
             phases, outputs = run_two(stage, is_halved=is_halved, run=run_op)
         handed.append(outputs)
         return phases
@@ -173,7 +173,7 @@ def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict
     """The stage called `number`, to be run; `state`: as in `Rank.of`."""
     own = plan.stages[number]
     program = lower(own.graph, own.mesh, own.assignment, is_split=True, is_halved=plan.schedule.is_halved)
-    return DryStage(Rank.of(program, receives, state, plan.cluster), **_where(plan, number))
+    return DryStage(Rank.of(program, receives, state, own.cluster), **_where(plan, number))
 
 
 def _replayed(

@@ -78,10 +78,11 @@ def choose_plan(
                     asked |= {"budget": part, "to_beat_s": _to_beat_s(staged, mesh, cluster)}
                     make = make_plan if cluster.groups is None else plan_on_groups
                     whole = make(graph, mesh, cluster, request, **asked)
-                elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
+                elif way is Way.STAGED and (whole is None or (_binds(whole) and not budget.is_spent)):
                     step_s = math.inf if whole is None else whole.step_s
                     known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
-                    staged = plan_in_stages(graph, mesh, cluster, request, whole=known, share=share, **asked)
+                    within = request.on_least(cluster)
+                    staged = plan_in_stages(graph, mesh, cluster, within, whole=known, share=share, **asked)
             except AutoparError as error:
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):
                     raise
@@ -109,7 +110,8 @@ def _ways(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanReq
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
             f" first, or take a mesh without {PIPELINE}"
         )
-    if cluster.groups is not None or (isinstance(mesh, Mesh) and mesh.shares):
+    is_in_shares = isinstance(mesh, Mesh) and (mesh.shares or (cluster.groups is not None and not has_stages))
+    if is_in_shares:
         return (Way.WHOLE,)
     if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return (Way.STAGED,)
@@ -129,9 +131,9 @@ def _to_beat_s(staged: Plan | StagedPlan | None, mesh: Mesh | Devices, cluster: 
     return math.inf if staged is None or is_one_node else staged.step_s
 
 
-def _binds(plan: Plan, request: PlanRequest) -> bool:
-    """Whether the plan fills the memory limit, so that saving memory may give a faster one."""
-    return plan.costs.total_memory_bytes > (1 - _FREE) * request.limit_bytes
+def _binds(plan: Plan) -> bool:
+    """Whether the plan fills its memory limit, so that saving memory may give a faster one."""
+    return plan.costs.total_memory_bytes > (1 - _FREE) * plan.memory_limit_bytes
 
 
 def _better(whole: Plan | None, staged: Plan | StagedPlan | None, cluster: Cluster) -> Plan | StagedPlan | None:

@@ -1,5 +1,6 @@
 """`PlanRequest`: the planning options of a call or command, from the public API to the search."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -86,6 +87,14 @@ class PlanRequest:
             return self
         limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes
         return replace(self, memory_limit_bytes=limit)
+
+    def on_least(self, cluster: Cluster) -> "PlanRequest":
+        """The request with a memory limit that all devices of a cluster of groups have; else as `on`."""
+        if cluster.groups is None:
+            return self.on(cluster)
+        asked = math.inf if self.memory_limit_bytes is None else self.memory_limit_bytes
+        usable = (usable_memory_bytes(one) for _, one in cluster.groups.members)
+        return replace(self, memory_limit_bytes=min(asked, *usable))
 
 
 ANYTHING = PlanRequest()

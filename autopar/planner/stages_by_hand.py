@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
 from autopar.costmodel.pricing.priced_buckets import priced_buckets
@@ -66,7 +67,7 @@ def hand_plan_in_stages(
     num_ranks, rest = _ranks_and_rest(_mesh(text, written, mesh) if isinstance(mesh, Devices) else mesh)
     if written.num_ranks not in (0, num_ranks):
         raise PlanError(f"hand plan {text!r} does not fit mesh {mesh}: its axis {PIPELINE} has {num_ranks} ranks")
-    request = request.on(cluster)
+    request = request.on_least(cluster)
     plan = parse_hand_plan(written.stage, rest)
     if plan.is_hf:
         raise PlanError(f"hand plan {text!r}: a model's own plan, hf, has no stages; write megatron:.. for its degrees")
@@ -177,9 +178,10 @@ def plan_by_hand(
         again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
         by_hand = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
         own = training.staged(schedule.num_microbatches, schedule.num_ranks, **counts)
-        places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, cluster, own, cluster.memory_bytes)
-        assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, cluster)
-        stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
+        there = cluster_of_rank(cluster, schedule.rank_of(number), schedule.num_ranks)
+        places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, there, own, there.memory_bytes)
+        assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, there)
+        stages.append(plan_of(stage.graph, assignment, point.mesh, there, training=own))
     mesh = point.whole_mesh
     own = training.staged(schedule.num_microbatches, schedule.num_ranks)
     return StagedPlan(

@@ -19,7 +19,7 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.work_bound import speeds_floor_s, work_s
 from autopar.errors import AutoparError, InfeasibleError, MeshError
 from autopar.ir.graph import Graph
-from autopar.mesh import PIPELINE, Devices, Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import make_plan
@@ -85,20 +85,25 @@ def plan_on_groups(
 def _check(mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> None:
     if not request.is_open and request.num_microbatches != 1:
         raise AutoparError(
-            f"on a cluster of groups of devices ({cluster.name}) the shares of the batch are planned, without"
-            f" microbatches; found num_microbatches={request.num_microbatches}, schedule={request.schedule}: leave them"
-            " out"
+            f"on a cluster of groups of devices ({cluster.name}) shares of the batch are planned without microbatches;"
+            f" found num_microbatches={request.num_microbatches}, schedule={request.schedule}: leave them out, or take"
+            " a mesh with stages, e.g. pp=2,dp=4"
         )
-    if isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names:
-        raise AutoparError(
-            f"on a cluster of groups of devices ({cluster.name}) the shares of the batch are planned, without stages;"
-            f" found mesh {mesh}: take one without {PIPELINE}"
-        )
+    check_groups(mesh, cluster)
+
+
+def check_groups(mesh: Mesh | Devices, cluster: Cluster) -> None:
+    """MeshError unless the mesh is of all devices of a cluster of groups, with each group's along the first axis."""
     if mesh.num_devices != cluster.num_devices or (isinstance(mesh, Devices) and mesh.per_node):
         raise MeshError(
             f"cluster {cluster.name} has {cluster.num_devices:.0f} devices, the mesh is {mesh}: take a mesh of all of"
             " them, nodes as they are"
         )
+    if isinstance(mesh, Mesh):
+        try:
+            ranks_of(cluster, mesh.shape[0])
+        except ValueError as error:
+            raise MeshError(f"mesh {mesh}: {error}") from error
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster) -> Iterator[Mesh]:

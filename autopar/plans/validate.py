@@ -7,6 +7,7 @@ import torch
 
 from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.costmodel.activations.recomputable import saves
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.state_offload import hostable
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded
@@ -92,7 +93,9 @@ def check_stages(saved: SavedStages) -> None:
     ]:
         if found != expected:
             raise PlanError(f"the plan has {schedule}: expected {expected} of stage {what}, found {found}; {_AGAIN}")
-    if any(part.cluster != saved.cluster for part in parts):
+    ranks = [schedule.rank_of(number) for number in range(len(parts))]
+    clusters = [cluster_of_rank(saved.cluster, rank, schedule.num_ranks) for rank in ranks]
+    if clusters != [part.cluster for part in parts]:
         raise PlanError(
             f"the plan has stages on other clusters than {shown(saved.cluster.name)}, which the whole is for; {_AGAIN}"
         )

@@ -187,7 +187,6 @@ def test_a_plan_on_groups_survives_its_file_and_tells_of_them() -> None:
     ("mesh", "options", "message"),
     [
         ("dp=4", {"num_microbatches": 2}, "without microbatches"),
-        ("pp=2,dp=2", {}, "without stages"),
         ("dp=8", {}, "has 4 devices, the mesh is dp=8"),
         ("nodes=2,devices=2", {}, "nodes as they are"),
         ("dp=4", {"shares": (8, 8, 8, 7)}, "31 rows, the batch has 32"),

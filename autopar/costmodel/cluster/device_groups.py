@@ -44,7 +44,8 @@ def joined(members: Sequence[tuple[int, Cluster]], link: LinkLevel | None = None
     )
     name = name or " + ".join(f"{count} {one.name}" for count, one in members)
     kept = tuple((count, one) for count, one in members)
-    return replace(members[0][1], name=name, groups=DeviceGroups(kept, replace(slowest, size=0)))
+    source = "; ".join(f"{count} {one.name}: {one.source}" for count, one in kept)
+    return replace(members[0][1], name=name, source=source, groups=DeviceGroups(kept, replace(slowest, size=0)))
 
 
 @lru_cache(maxsize=64)
@@ -84,6 +85,14 @@ def ranks_of(cluster: Cluster, size: int) -> tuple[range, ...]:
         )
     ends = [sum(counts[: number + 1]) * size // sum(counts) for number in range(len(counts))]
     return tuple(range(end - count * size // sum(counts), end) for end, count in zip(ends, counts))
+
+
+def cluster_of_rank(cluster: Cluster, rank: int, num_ranks: int) -> Cluster:
+    """The cluster of the devices of a rank of the pipeline: of its group; `cluster` if all devices are alike."""
+    if cluster.groups is None:
+        return cluster
+    group = next(number for number, ranks in enumerate(ranks_of(cluster, num_ranks)) if rank in ranks)
+    return cluster.groups.members[group][1]
 
 
 def parse_groups(text: str, load: Callable[[str], Cluster]) -> Cluster | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.pricing.options import Stored
@@ -109,7 +110,11 @@ class _Pipeline:
         self.values = _values(cut)
         self.order, self.link = ordered(point.schedule), transfer(cluster, point.schedule.num_ranks, mesh.num_devices)
         self.kinds = [
-            (wiring_of(stage.graph), requested_of(stage.graph, self._request(number)))
+            (
+                cluster_of_rank(cluster, self.schedule.rank_of(number), self.schedule.num_ranks),
+                wiring_of(stage.graph),
+                requested_of(stage.graph, self._request(number)),
+            )
             for number, stage in enumerate(cut.stages)
         ]
         self.ends: dict[Any, _Ends] = {}
@@ -177,7 +182,8 @@ class _Pipeline:
     def _priced(self, number: int) -> _Ends:
         stage = self.cut.stages[number]
         names = (*stage.receives, *stage.sends)
-        setting = Setting(stage.graph, self.mesh, self.cluster, self._request(number), self.budget)
+        own = cluster_of_rank(self.cluster, self.schedule.rank_of(number), self.schedule.num_ranks)
+        setting = Setting(stage.graph, self.mesh, own, self._request(number), self.budget)
         folded = fold_of_stage(self.cut.folded, stage.graph, names)
         problem = setting.problem(segmented(folded, stage.graph, ends_apart(folded)))
         node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}

@@ -171,6 +171,13 @@ def profiled(
 ) -> list[Profiled]:
     """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of `plans`."""
     key = plans, num, mesh, cluster, training
+    if cluster.groups is not None:
+        counts = [count for count, _ in cluster.groups.members]
+        each = [profiled(model, plans, num, mesh, one, training) for _, one in cluster.groups.members]
+        return [
+            (of_plan[0][0], of_plan[0][1], replace(of_plan[0][2], by_group=tuple(zip(counts, (x[2] for x in of_plan)))))
+            for of_plan in zip(*each, strict=True)
+        ]
     if key not in model.profiles:
         model.profiles[key] = list(_profiled(model, plans, num, mesh, cluster, training)) if plans else []
     return model.profiles[key]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.errors import InfeasibleError
@@ -128,13 +129,12 @@ def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, requ
         crossing_layouts(cut),
         replace(request.training, num_microbatches=point.schedule.num_microbatches),
     )
+    there = cluster_of_rank(cluster, rank, point.schedule.num_ranks)
     for number in point.schedule.stages_of(rank):
         graph = cut.stages[number].graph
         own = {op.name for op in graph.ops}
         regions = tuple(region for region in cut.regions if region[0] in own)[: point.partition.num_recomputed[number]]
         counts = {"num_in_flight": in_flight(point.schedule)[number], "num_waiting": waiting(point.schedule)[number]}
         assignment = replace(restricted(cut.by_hand, graph, crossing), recomputed=regions)
-        memory.update(
-            evaluate(graph, assignment, point.mesh, cluster, training=replace(training, **counts)).memory_bytes
-        )
+        memory.update(evaluate(graph, assignment, point.mesh, there, training=replace(training, **counts)).memory_bytes)
     return memory

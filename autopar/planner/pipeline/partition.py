@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ class Blocks:
     """The costs of blocks, f64[blocks] each, as in `Profile`: of one microbatch, except once_s and state_bytes.
 
     `entering_bytes`: of values made before a block and read in it or later. `is_recomputable`: bool[blocks]. `shared`:
-    (blocks that read it, bytes, seconds a step) of each tied parameter.
+    (blocks that read it, bytes, seconds a step) of each tied parameter. Where groups of devices differ, these are the
+    costs on the first; `by_group`: (devices, costs) of each, `of_stage`: the costs on the devices of each stage.
     """
 
     forward_s: np.ndarray
@@ -28,6 +30,8 @@ class Blocks:
     entering_bytes: np.ndarray
     is_recomputable: np.ndarray
     shared: tuple[tuple[tuple[int, ...], float, float], ...] = ()
+    by_group: tuple[tuple[int, "Blocks"], ...] = ()
+    of_stage: tuple["Blocks", ...] = ()
 
 
 # The fields that are sums over the ops of a block.
@@ -53,7 +57,7 @@ def blocks_of(costs: Profile, starts: Sequence[int], recomputable: Sequence[int]
 
     `recomputable`: block numbers.
     """
-    sums = {name: np.add.reduceat(getattr(costs, name), starts) for name in _SUMMED}
+    sums: dict[str, Any] = {name: np.add.reduceat(getattr(costs, name), starts) for name in _SUMMED}
     numbers = (
         np.searchsorted(starts, [position for one in costs.shared for position in one.positions], side="right") - 1
     )
@@ -64,9 +68,8 @@ def blocks_of(costs: Profile, starts: Sequence[int], recomputable: Sequence[int]
         first += len(one.positions)
     is_recomputable = np.zeros(len(starts), bool)
     is_recomputable[list(recomputable)] = True
-    return Blocks(
-        **sums, entering_bytes=costs.crossing_bytes[list(starts)], is_recomputable=is_recomputable, shared=tuple(shared)
-    )
+    others: dict[str, Any] = {"is_recomputable": is_recomputable, "shared": tuple(shared)}
+    return Blocks(**sums, entering_bytes=costs.crossing_bytes[list(starts)], **others)
 
 
 def partition(
@@ -116,10 +119,11 @@ def stage_spans(
     blocks: Blocks, in_flight: Sequence[int], limit_bytes: float | Sequence[float], waiting: Sequence[int] | None = None
 ) -> list[Spans]:
     """The `Spans` of each stage; arguments as of `partition`."""
-    sums, once_s = _Sums.of(blocks), _total(blocks.once_s, blocks.shared, 2)
     limits = np.broadcast_to(limit_bytes, len(in_flight))
-    settings = list(zip(in_flight, waiting or [0] * len(in_flight), limits.tolist()))
-    known = {setting: Spans(*_spans(sums, *setting), once_s) for setting in set(settings)}
+    each = blocks.of_stage or (blocks,) * len(in_flight)
+    sums = {own: (_Sums.of(own), _total(own.once_s, own.shared, 2)) for own in set(each)}
+    settings = list(zip(each, in_flight, waiting or [0] * len(in_flight), limits.tolist()))
+    known = {one: Spans(*_spans(sums[one[0]][0], *one[1:]), sums[one[0]][1]) for one in set(settings)}
     return [known[setting] for setting in settings]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.work_bound import floor_s
+from autopar.costmodel.work_bound import floor_s, speeds_floor_s
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
@@ -22,6 +22,7 @@ from autopar.planner.pipeline.search_stages import PointSearch, searched
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
+from autopar.planner.unequal_devices import check_groups
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import StagedPlan, sub_mesh
@@ -92,7 +93,14 @@ def sweep_stages(
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
+    if cluster.groups is not None:
+        check_groups(mesh, cluster)
     if isinstance(mesh, Devices):
+        if cluster.groups is not None:  # each rank of the pipeline has devices of one group
+            counts = [count for count, _ in cluster.groups.members]
+            offered = grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=min(counts))
+            yield from ((num, own) for num, own in offered if num > 1 and not any(x % own.num_devices for x in counts))
+            return
         most = _MOST_NODES * (cluster.levels[0].size or mesh.num_devices)
         yield from grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=most)
         return
@@ -182,7 +190,7 @@ def _is_slower(fit: Fit[StagedPlan], point: Staged, bounds: ScheduleBounds, cuto
     to_beat_s = min(fit.to_beat_s, cutoff_s)
     if fit.budget.is_spent:
         return bool(fit.waiting) and point.step_s >= fit.to_beat_s
-    if point.schedule.num_ranks == 1 or math.isinf(to_beat_s):
+    if point.schedule.num_ranks == 1 or math.isinf(to_beat_s) or bounds.cluster.groups is not None:
         return False
     least_s = bounds.least_s(point.mesh, point.schedule, fit.budget.part(_SHARE_OF_BOUND), to_beat_s)
     if to_beat_s <= least_s < cutoff_s:
@@ -193,6 +201,9 @@ def _is_slower(fit: Fit[StagedPlan], point: Staged, bounds: ScheduleBounds, cuto
 def _bounded(plan: StagedPlan, bounds: ScheduleBounds, model: Model, budget: Budget) -> StagedPlan:
     """The plan with a lower bound: of all plans with its schedule on its mesh or, without time for that, of all."""
     schedule, request = plan.schedule, bounds.request
+    if plan.cluster.groups is not None:
+        floor = speeds_floor_s(model.graph, plan.cluster.groups, request.training)
+        return replace(plan, lower_bound_s=min(floor, plan.step_s), bound_of="plan on these devices")
     floor = floor_s(model.graph, plan.mesh, plan.cluster, training=request.training)
     bound_s = bounds.least_s(plan.stages[0].mesh, schedule, budget)
     is_plain = schedule.num_ranks == schedule.num_microbatches == 1

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -85,7 +86,9 @@ def solve_stages(
         key, numbers = (rank, limits_bytes[rank]), task.point.schedule.stages_of(rank)
         try:
             if key not in cache.solved:
-                at = RankTask(task, cache, limits_bytes[rank], budget, to_beat_s)
+                on = cluster_of_rank(task.cluster, rank, task.point.schedule.num_ranks)
+                own = (task, cache) if on is task.cluster else (replace(task, cluster=on), cache.of(on))
+                at = RankTask(*own, limits_bytes[rank], budget, to_beat_s)
                 _tie_within(task, numbers, cache.tied)
                 stages = tuple(_wanted(task, number, cache.tied) for number in numbers)
                 best = (as_written(at, stages) if budget.is_spent else None) or best_plans(at, stages)
@@ -94,7 +97,7 @@ def solve_stages(
         except InfeasibleError:
             if is_again or not (budget.is_spent and any(one.is_searched for one in cache.solved.values())):
                 raise
-            cache.solved, cache.tied = {}, {}
+            cache.solved.clear(), cache.tied.clear()
             left, is_again = deque(order), True
     plans = {
         number: plan

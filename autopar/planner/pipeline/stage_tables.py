@@ -96,6 +96,11 @@ class StageCache:
     on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
     failed: dict[Any, float] = field(default_factory=dict)
     problems: dict[Any, Problem] = field(default_factory=dict)
+    by_cluster: dict[Cluster, "StageCache"] = field(default_factory=dict)
+
+    def of(self, cluster: Cluster) -> "StageCache":
+        """The cache of the ranks of one of several groups of devices: isomorphic stages cost as much on these alone."""
+        return self.by_cluster.setdefault(cluster, StageCache(self.solved, self.tied))
 
     @property
     def least_s(self) -> float:

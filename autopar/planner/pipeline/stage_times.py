@@ -134,6 +134,9 @@ def _times_of(
 
 def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, link: tuple[float, float]) -> np.ndarray:
     """f64[stages, 5, cuts]: the times of each stage, as in `StageTimes`, which recomputes `num`[cut, stage] blocks."""
+    if blocks.of_stage:
+        each = [_stage_times(own, cuts, num, link)[stage : stage + 1] for stage, own in enumerate(blocks.of_stage)]
+        return np.concatenate(each)
     starts, stops, last = cuts[:, :-1], cuts[:, 1:], len(blocks.forward_s)
     can = np.where(blocks.is_recomputable, blocks.forward_s, 0.0)
 

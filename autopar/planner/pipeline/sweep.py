@@ -100,7 +100,7 @@ def sweep(
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, training, limit_bytes)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
     staged: list[tuple[Staged, int]] = []
-    for num_ranks, mesh in meshes:
+    for num_ranks, mesh in meshes if cluster.groups is None else ():
         check_mesh(cluster, num_ranks * mesh.num_devices)
     usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
     rough_s = rough_step_s(model.graph, model.starts, cluster, training)
@@ -244,7 +244,14 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
 
 
 def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
-    """The costs of the blocks under `schedule`; a split backward gathers parameters twice."""
+    """The costs of the blocks under `schedule`, of each stage on its own devices; a split backward gathers parameters
+    twice.
+    """
+    if blocks.by_group:
+        groups = [as_run(own, schedule) for count, own in blocks.by_group for _ in range(count)]
+        each = len(groups) // schedule.num_ranks  # devices of a rank of the pipeline
+        stages = tuple(groups[schedule.rank_of(stage) * each] for stage in range(schedule.num_stages))
+        return replace(as_run(replace(blocks, by_group=()), schedule), of_stage=stages)
     if not schedule.is_halved or not blocks.split_s.any():
         return blocks
     never = np.zeros_like(blocks.is_recomputable)
