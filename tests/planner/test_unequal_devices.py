@@ -20,6 +20,7 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.choose_devices import choose_devices
+from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
@@ -203,3 +204,13 @@ def test_shares_that_are_asked_for_are_kept() -> None:
     model, args = nn.Linear(8, 8, device="meta"), (torch.randn(32, 8, device="meta"),)
     plan = autopar.plan(model, "dp=4", cluster=two(), args=args, shares=(10, 10, 6, 6))
     assert tuple(plan.mesh.shares[0][1]) == (10, 10, 6, 6)
+
+
+def test_a_hand_plan_on_groups_has_equal_parts_at_the_price_of_the_slowest() -> None:
+    model, graph, mesh = nn.Linear(8, 8), stack(32), Mesh((4,), ("dp",))
+    plan = named_plan("ddp", model, graph, mesh, two(), PlanRequest())
+    assert plan.mesh.shares == () and plan.cluster == seen_by(two(), 1)
+    assert (
+        plan.costs.compute_forward_s
+        == named_plan("ddp", model, graph, mesh, SLOW, PlanRequest()).costs.compute_forward_s
+    )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.costmodel.cluster.device_groups import seen_by
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.ir.folding.fold import fold
 from autopar.ir.folding.segments import ends_apart, segmented
@@ -29,15 +30,16 @@ def named_plans(
     texts: Iterable[str], model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest
 ) -> Iterator[Plan]:
     """The hand plan of each text, with the first and last copies of a block in buckets of their own, as a search has
-    them that compares its plan with hand plans.
+    them that compares its plan with hand plans. On groups of devices all have equal parts, and the slowest is priced.
     """
-    plans, request = {text: parse_hand_plan(text, mesh) for text in texts}, request.on(cluster)
+    plans, request = {text: parse_hand_plan(text, mesh) for text in texts}, request.on_least(cluster)
     if not plans:
         return
     graph = request.training.reduced(graph)
     folded = fold(graph)
     apart = segmented(folded, graph, ends_apart(folded))
-    problem = Setting(graph, mesh, cluster, request, Budget.of()).problem(apart)
+    priced_on = cluster if cluster.groups is None else seen_by(cluster, max(0, cluster.groups.seen))
+    problem = Setting(graph, mesh, priced_on, request, Budget.of()).problem(apart)
     for text, plan in plans.items():
         styles = hf_styles(model) if plan.is_hf else NO_STYLES
         assignment = hand_plan(plan, graph, problem.folded, problem.everything, mesh, styles=styles)
