@@ -362,10 +362,8 @@ def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan 
 
 def _found(options: argparse.Namespace, graph: Graph, tell: Tell) -> Plan | StagedPlan:
     """The plan that is searched for `graph`."""
-    cluster, watch = load_cluster(options.cluster), _watching(options)
-    return choose_devices(
-        graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=watch
-    )
+    where, told = (options.mesh, load_cluster(options.cluster)), {"progress": tell, "watch": _watching(options)}
+    return choose_devices(graph, *where, _request(options), predict=rank_peaks, **told)
 
 
 def _asked(options: argparse.Namespace, plan: Plan | StagedPlan, tell: Tell) -> Asked:
