@@ -98,7 +98,7 @@ def balance(model: ShardedModule, *, sampler: StatefulSampler | None = None) -> 
             " give shares= of autopar.compile by hand"
         )
     ((axis, _),) = loaded.program.mesh.shares
-    sizes = loaded.axes[axis].shares
+    sizes = tuple(loaded.axes[axis].shares)
     found = Balance(model, axis, TimeWatch(sizes, _most_rows(loaded, max(sizes))), sampler)
     found._start()
     return found
@@ -120,6 +120,8 @@ def _most_rows(loaded: Loaded, largest: int) -> int | None:
     plan = loaded.choices
     if not isinstance(plan, Plan) or not plan.peak_bytes or plan.memory_limit_bytes == float("inf"):
         return None
+    if plan.cluster.groups is not None:  # the peak is that of one group, and the memory of others may be less
+        return largest
     return max(largest, int(largest * plan.memory_limit_bytes / max(plan.peak_bytes)))
 
 
