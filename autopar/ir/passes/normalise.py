@@ -20,7 +20,7 @@ from autopar.ir.passes.merge_reshapes import merge_reshapes
 from autopar.ir.passes.row_gather import read_own_rows
 from autopar.ir.passes.split_constants import split_constants
 from autopar.ir.passes.turn_grouped import turn_grouped_weights
-from autopar.ir.passes.unflatten_matmul import unflatten_products
+from autopar.ir.passes.unflatten_matmul import unflatten_linears, unflatten_products
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     route_loops,
@@ -29,6 +29,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     canonicalise,
     drop_identities,
     unflatten_products,
+    unflatten_linears,
     turn_grouped_weights,
     unflatten_repeats,
     merge_reshapes,

@@ -15,7 +15,7 @@ import torch
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import rewire
 
-_RESHAPE = "aten.reshape.default"
+_RESHAPE, _LINEAR = "aten.reshape.default", "aten.linear.default"
 TURNED_LINEAR = "autopar.turned_linear.default"
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
@@ -39,6 +39,49 @@ class _Flat:
     weight: Value
     bias: Value | None
     result: Op
+
+
+def unflatten_linears(graph: Graph) -> Graph:
+    """`graph` with each `linear` of rows, of which nothing but a reshape to more dims is read, as one of these dims, if
+    they lead what the rows were made of: [tokens, batch, heads, size] -> [tokens * batch, heads * size], as in
+    nn.MultiheadAttention, is the batch in a dim of its own again.
+    """
+    named = {op.name: op for op in graph.ops}
+    made = {value.name: op for op in graph.ops for value in op.outputs}
+    external = {item.name for item in graph.outputs if isinstance(item, Value)}
+    external |= {value.name for _, value in graph.mutations}
+    replaced: dict[str, Value] = {}
+    ops: list[Op] = []
+    results: set[str] = set()
+    for op in graph.ops:
+        uses = graph.uses.get(op.outputs[0].name, ())
+        result = named.get(uses[0].user) if len(uses) == 1 else None
+        before = made.get(op.inputs[0].name) if op.target == _LINEAR else None
+        lead = _lead(op, before, result)
+        if before is None or result is None or not lead or op.outputs[0].name in external:
+            ops += [op] if op.name not in results else []
+            continue
+        x, rows = before.inputs[0], op.inputs[0]
+        shape = (*lead, rows.shape[-1])
+        if x.shape != shape:
+            name = f"{op.name}_rows"
+            again = replace(before, name=name, args=(Slot(0), shape), outputs=(replace(rows, name=name, shape=shape),))
+            ops.append(again)
+            x = again.outputs[0]
+        output = replace(op.outputs[0], shape=result.outputs[0].shape)
+        ops.append(replace(op, inputs=(x, *op.inputs[1:]), outputs=(output,)))
+        replaced[result.outputs[0].name] = output
+        results.add(result.name)
+    return rewire(graph, ops, replaced) if replaced else graph
+
+
+def _lead(op: Op, before: Op | None, result: Op | None) -> tuple[int, ...]:
+    """The dims that `result` has in front of those of a row, if `before` has flattened them."""
+    if before is None or result is None or {before.target, result.target} != {_RESHAPE} or len(op.inputs[0].shape) != 2:
+        return ()
+    lead, x = result.outputs[0].shape[:-1], before.inputs[0].shape
+    is_lead = len(lead) > 1 and x[: len(lead)] == lead and result.outputs[0].shape[-1] == op.outputs[0].shape[-1]
+    return lead if is_lead and before.is_no_grad == op.is_no_grad == result.is_no_grad else ()
 
 
 def unflatten_products(graph: Graph) -> Graph:

@@ -7,6 +7,8 @@ from torch import nn
 
 from autopar.ir.graph import Graph, Value
 from autopar.ir.trace import trace
+from autopar.sbp.microbatch.microbatch_graph import microbatched
+from autopar.sbp.placement import S
 from tests import zoo
 from tests.ir.compare import assert_same_as_model
 
@@ -93,6 +95,22 @@ def test_flattened_product_is_linear():
     assert [target.split("[")[0] for target in found] == ["select.int", "autopar.turned_linear.default"]
     kept = targets(lambda w, x: torch.mm(x.view(-1, 4), w))
     assert [target.split("[")[0] for target in kept] == ["reshape.default", "mm.default"]
+
+
+def test_flattened_linear_is_one_of_several_dims():
+    flat = lambda w, x: F.linear(x.reshape(6, 4), w).view(2, 3, 4).cos()  # noqa: E731
+    assert targets(flat) == ["linear.default[Slot(index=1)]", "cos.default[]"]
+    heads = lambda w, x: F.linear(x.reshape(6, 4), w).view(2, 3, 4).cos()  # noqa: E731
+    assert targets(heads, torch.randn(2, 3, 2, 2))[0] == "reshape.default[(2, 3, 4)]"
+    assert "reshape.default[(6, 4)]" in targets(lambda w, x: F.linear(x.reshape(6, 4), w).view(3, 2, 4).cos())
+
+
+def test_torchs_attention_keeps_the_batch_in_a_dim_of_its_own():
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(4, 3, 8)
+    graph = trace(model, (x,), {})
+    assert_same_as_model(graph, model, (x,), {}, tolerance=1e-6)
+    assert not [op for op in graph.ops if op.outputs[0].shape[:1] == (12,)]
+    assert microbatched(graph, 4).placements[graph.outputs[0].name] == S(0)
 
 
 def test_tensors_broadcast_together_are_expanded():
