@@ -127,7 +127,8 @@ def code(item: Any) -> str:
     """An argument as Python source; AutoparError if it is no literal, since its repr could be any text."""
     match item:
         case Variable(name=name, is_view=True):
-            return f"{variable(name)}.view_as({variable(name)})"
+            # not view_as: gradients of two leaves in a sum would have one memory, and the next ones be added twice
+            return f"aten.alias.default({variable(name)})"
         case Variable(name=name):
             return variable(name)
         case tuple() | list():

@@ -149,9 +149,9 @@ def _in_order(roots: Iterable[Node]) -> list[Node]:
 
 
 def _pieces(nodes: Iterable[Node]) -> dict[Node, int]:
-    """Node -> number of its connected piece; leaves, which may be run many times, connect nothing."""
+    """Node -> number of its connected piece; so each leaf gets its gradient at once, as its hooks expect."""
     graph = nx.Graph()
     for node in nodes:
         graph.add_node(node)
-        graph.add_edges_from((node, before) for before, _ in _edges(node) if before.next_functions)
+        graph.add_edges_from((node, before) for before, _ in _edges(node))
     return {node: number for number, piece in enumerate(nx.connected_components(graph)) for node in piece}

@@ -10,7 +10,8 @@ from autopar.runtime.pipeline.split_backward import backward_of_inputs
 
 
 def own(x: torch.Tensor) -> torch.Tensor:
-    return x.view_as(x)
+    """As generated programs read weights."""
+    return torch.ops.aten.alias.default(x)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -34,23 +35,33 @@ def of_weights_alone(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tens
     return torch.addcmul(x, own(w[0]), own(w[1])).tanh().sum(), (w[0] * w[2]).sum()
 
 
+def in_one_sum(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All weights have the same gradient, which is also sent on."""
+    return ((x + own(w[0]) + own(w[1]) + own(w[2]) + own(w[0])).sum(),)
+
+
 def without_views(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ((((x @ w[0]).tanh() @ w[1]).tanh() @ w[0]).sum() + w[2].sum(),)
 
 
-@pytest.mark.parametrize("model", [gathered, used_again, of_weights_alone, without_views])
+@pytest.mark.parametrize("model", [gathered, used_again, of_weights_alone, in_one_sum, without_views])
 def test_equal_to_a_whole_backward(model) -> None:
     torch.manual_seed(0)
-    w, x = [random(4, 4) for _ in range(3)], random(4, 4)
-    truth = torch.autograd.grad(sum(model(w, x)), [x, *w])
-    outputs = list(model(w, x))
-    (found,), left = backward_of_inputs(outputs, None, [x])
-    torch.testing.assert_close(found, truth[0])
-    assert (left is None) == (model is without_views)
-    if left is not None:
-        assert all(weight.grad is None for weight in w)
-        left.run()
-    for weight, gradient in zip(w, truth[1:]):
+    w, times, num = [random(4, 4) for _ in range(3)], [0, 0, 0], 3
+    for index, weight in enumerate(w):
+        weight.register_post_accumulate_grad_hook(lambda _, index=index: times.__setitem__(index, times[index] + 1))
+    total = [torch.zeros(4, 4, dtype=torch.float64) for _ in w]
+    for _ in range(num):  # microbatches
+        x = random(4, 4)
+        truth = torch.autograd.grad(sum(model(w, x)), [x, *w], materialize_grads=True, allow_unused=True)
+        total = [sum_ + gradient for sum_, gradient in zip(total, truth[1:])]
+        (found,), left = backward_of_inputs(list(model(w, x)), None, [x])
+        torch.testing.assert_close(found, truth[0])
+        assert (left is None) == (model is without_views)
+        if left is not None:
+            left.run()
+    assert times == [num] * 3, "each gradient is added once a microbatch: hooks count them"
+    for weight, gradient in zip(w, total):
         torch.testing.assert_close(weight.grad, gradient)
 
 
