@@ -162,6 +162,7 @@ def test_a_single_sample_is_not_split():
 def test_every_rule_has_a_sample():
     assert {f"aten.{name}.default" for name in [*ELEMENTWISE, *OTHERS]} | {
         CROSS_ENTROPY,
+        CTC,
         "aten.nll_loss_nd.default",
     } == set(RULES)
 
