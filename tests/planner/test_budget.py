@@ -111,11 +111,11 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
 def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Graph]):
     request = PlanRequest(time_limit_s=10.0)
     whole = graph("gpt2", layers=4)
-    gc.freeze()  # what other tests of this process left is not collected after planning
+    gc.disable()  # a collection of what planning and other tests left may come once the timings are read
     start = time.perf_counter()
     plan = choose_plan(whole, parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
     spent_s = time.perf_counter() - start
-    gc.unfreeze()
+    gc.enable()
     assert sum(plan.timings.values()) == pytest.approx(spent_s, rel=0.02) and plan.timings["rest"] >= 0.0
     assert plan.lower_bound_s > 0 and plan.gap < 0.9
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
