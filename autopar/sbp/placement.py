@@ -250,9 +250,11 @@ def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...
 
 
 def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units, with no axis larger than what it
-    splits.
+    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units, with a placement for each axis and
+    no axis larger than what it splits.
     """
+    if len(layout) != len(mesh_shape):
+        return False
     is_plain = all(placed.kind in "SI" and placed.unit == 1 and not placed.shares for placed in layout)
     if not is_plain or not can_split(shape, layout, mesh_shape):
         return False

@@ -313,3 +313,13 @@ def test_groups_of_channels_are_not_split_further_than_they_are() -> None:
     assert Plan.loads(text, graph, MESH).assignment == plan.assignment
     with pytest.raises(PlanError, match=r"is no valid strategy of aten\.conv1d"):
         Plan.loads(forged(text, strategies={op.name: [str(s) for s in both.signatures]}), graph, MESH)
+
+
+@pytest.mark.parametrize("layout", ["S(0)BB", "S(0)BS(7)", "B"])
+def test_a_parameter_is_stored_on_the_axes_that_there_are(layout: str) -> None:
+    """By one placement for each axis; no more, whether the parameter has the dim or not, and no fewer."""
+    text = hand_made("mlp").dumps()
+    layouts = json.loads(text)["layouts"]
+    name = next(item.value.name for item in traced("mlp").of_kind("parameter"))
+    with pytest.raises(PlanError, match=f"{name} cannot be in layout"):
+        staged_plan.loads(forged(text, layouts=layouts | {name: layout}), traced("mlp"), MESH)
