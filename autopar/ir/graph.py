@@ -127,7 +127,8 @@ class Graph(_Unchanging):
     yield the "constant" inputs (`constants` holds those that are tensors of the model). `outputs` are the flat outputs,
     each a Value or a Python constant. `mutations` pairs a buffer's FQN with the value to write back after the call.
     `argument_spec` and `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each
-    flat leaf of the call the name of its Input, or the constant that the graph has in its place.
+    flat leaf of the call the name of its Input, or the constant that the graph has in its place. `batch_extents`: of a
+    stage, whose arguments do not tell, the sizes of dims that the batch is a part of (`uneven_extents.batch_extents`).
     """
 
     inputs: tuple[Input, ...]
@@ -139,6 +140,7 @@ class Graph(_Unchanging):
     arguments: tuple[Any, ...]
     argument_spec: Any
     output_spec: Any
+    batch_extents: tuple[tuple[int, tuple[int, ...]], ...] | None = None
 
     @cached_property
     def position(self) -> Mapping[str, int]:

@@ -110,8 +110,7 @@ def _ways(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanReq
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
             f" first, or take a mesh without {PIPELINE}"
         )
-    is_in_shares = isinstance(mesh, Mesh) and (mesh.shares or (cluster.groups is not None and not has_stages))
-    if is_in_shares:
+    if isinstance(mesh, Mesh) and cluster.groups is not None and not has_stages:
         return (Way.WHOLE,)
     if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return (Way.STAGED,)

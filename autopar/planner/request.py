@@ -12,7 +12,7 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.mesh import PIPELINE, SHARING, Devices, Mesh
+from autopar.mesh import SHARING, Devices, Mesh
 from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.placement import Layout
 from autopar.sbp.proof.unknown_ops import UnknownOps, check_unknown_ops
@@ -57,14 +57,21 @@ class PlanRequest:
         return self.num_microbatches is None and self.schedule is None
 
     def in_shares(self, mesh: AnyMesh) -> AnyMesh:
-        """`mesh` with the shares asked for; AutoparError if it has no axis for them, or stages or microbatches."""
+        """`mesh` with the shares asked for; AutoparError if it has no axis for them, or they are not rows of as many
+        microbatches as are asked for.
+        """
         if not self.shares:
             return mesh
         ((name, rows),) = self.shares
-        if isinstance(mesh, Devices) or PIPELINE in mesh.axis_names or (self.num_microbatches or 1) > 1:
+        if isinstance(mesh, Devices):
             raise AutoparError(
-                f"shares= are of a mesh with given axes, without stages and microbatches; found mesh {mesh}"
-                f" and num_microbatches={self.num_microbatches}: name the axes, e.g. 'dp={len(rows)}'"
+                f"shares= are of a mesh with given axes, found mesh {mesh}: name the axes, e.g. 'dp={len(rows)}'"
+            )
+        if any(size % (self.num_microbatches or 1) for size in rows):
+            raise AutoparError(
+                f"shares={rows} cannot be cut in {self.num_microbatches} equal microbatches: each rank's rows are cut"
+                f" in as many; give multiples of {self.num_microbatches}, or a num_microbatches= that divides"
+                f" {math.gcd(*rows)}"
             )
         names = [name] if name else [one for one in mesh.axis_names if one not in SHARING] or [mesh.axis_names[0]]
         axis = next((i for i, one in enumerate(mesh.axis_names) if one in names and mesh.shape[i] == len(rows)), None)

@@ -22,6 +22,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts, SavedAnyPlan, SavedPlan, SavedStages
 from autopar.plans.validate import check_crossing, check_stages
 from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
+from autopar.sbp.uneven.uneven_extents import batch_extents
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import Timeline
@@ -174,7 +175,9 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
 def sub_mesh(mesh: Mesh) -> Mesh:
     """The mesh of one rank of the pipeline: `mesh` without its axis "pp"."""
     kept = [(size, name) for size, name in zip(mesh.shape, mesh.axis_names) if name != PIPELINE] or [(1, "dp")]
-    return Mesh(tuple(size for size, _ in kept), tuple(name for _, name in kept))
+    names = tuple(name for _, name in kept)
+    shares = tuple((names.index(mesh.axis_names[axis]), rows) for axis, rows in mesh.shares)
+    return Mesh(tuple(size for size, _ in kept), names, shares)
 
 
 def stage_graphs(
@@ -185,4 +188,6 @@ def stage_graphs(
     MicrobatchError or ValueError if impossible.
     """
     micro = microbatched(loss_only(graph), num_microbatches)
-    return micro, cut(micro.graph, starts)
+    extents = batch_extents(micro.graph)
+    stages = cut(micro.graph, starts)
+    return micro, tuple(replace(one, graph=replace(one.graph, batch_extents=extents)) for one in stages)

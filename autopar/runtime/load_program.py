@@ -75,7 +75,12 @@ class Loaded:
     def plan(self) -> Plan:
         """The plan, which is priced now if that was not asked for before, or the batch is in other shares since."""
         plan = self.choices.plan if isinstance(self.choices, Choices) else self.choices
-        return resplit(plan, {axis: self.axes[axis].shares for axis, _ in plan.mesh.shares})
+        return resplit(plan, self.shares)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The sizes of the shares that the batch is in now; () if it is in none."""
+        return next((self.axes[axis].shares for axis, _ in self.program.mesh.shares), ())
 
     @property
     def step_seed(self) -> int:
@@ -87,6 +92,10 @@ class Loaded:
     def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Loaded":
         """The same for a copy of the module, whose tensors have these owners."""
         return replace(self, owners=owners, used={})
+
+    def share(self, sizes: tuple[int, ...]) -> None:
+        """From the next call on the batch is in shares of these sizes."""
+        self.placed.share(sizes)
 
     def local(self, fqn: str) -> torch.Tensor:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""

@@ -101,8 +101,7 @@ class Runtime:
     is_in_use: bool = False  # somebody may hold the parameters
     shares: Shares = ()  # of the batch, if they were changed since it was planned
     gives_whole: bool = True  # outputs of a call; otherwise those that lie split are DTensors
-    # FQN of what only other ranks hold -> what it is like
-    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # like what only other ranks hold, by FQN
     num_copies: int = 0
     num_loads: int = 0  # of state dicts with whole tensors
     bare: nn.Module | None = None  # what is being traced
@@ -358,7 +357,8 @@ class Runtime:
         mesh, _, rank = pipeline_mesh(self.mesh)
         held, layouts = held_by(plan, rank)
         self._take_over(module, replace(graph, inputs=held), layouts, mesh)
-        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
+        place, sizes = f"autopar/{self.name}/{self.num_met}/step", next((rows for _, rows in self.shares), ())
+        return make_trainer(plan, graph, self.mesh, owners(module), place, sizes)
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
         """Shard what of the graph is not; the first time, leave out the tensors that only other ranks have."""

@@ -275,6 +275,13 @@ def _input_layouts(
     return tuple(sorted(layouts, key=lambda layout: -sum(placement.dim == 0 for placement in layout)))
 
 
+def boundary_layouts(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], shared: SharedRows | None
+) -> tuple[Layout, ...]:
+    """The layouts in which a tensor may cross from one stage to another: even ones, and those in shares."""
+    return _output_layouts(shape, mesh_shape, (), shared)
+
+
 def _output_layouts(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], uneven: Uneven, shared: SharedRows | None
 ) -> tuple[Layout, ...]:

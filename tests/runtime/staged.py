@@ -49,7 +49,7 @@ def token_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def _labels(ids: torch.Tensor) -> torch.Tensor:
     """The tokens, of which each sample ignores another number, one of them all."""
-    lengths = torch.tensor([8, 3, 1, 8, 6, 0, 2, 5])[: len(ids)].repeat(len(ids) // 8 or 1)
+    lengths = torch.tensor([8, 3, 1, 8, 6, 0, 2, 5]).repeat(-(-len(ids) // 8))[: len(ids)]
     return torch.where(torch.arange(ids.shape[1]) < lengths[:, None], ids, IGNORED)
 
 

@@ -63,8 +63,8 @@ def test_on_three_ranks() -> None:
         ("62", "dp=2", {}, "expects the rows"),
         ((6.0, 2), "dp=2", {}, "expects the rows"),
         ((6, 2), 2, {}, "name the axes"),
-        ((6, 2), "pp=2,dp=2", {}, "without stages"),
-        ((6, 2), "dp=2", {"num_microbatches": 2}, "without stages and microbatches"),
+        ((5, 3), "dp=2", {"num_microbatches": 2}, "in 2 equal microbatches"),
+        ((7, 1), "pp=2,dp=2", {"num_microbatches": 4}, "in 4 equal microbatches"),
     ],
 )
 def test_bad_shares_are_refused(shares: object, mesh: object, options: dict, message: str) -> None:

@@ -24,8 +24,9 @@ from autopar.planner.pipeline.equal_stages import requested_of, wiring_of
 from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
-from autopar.sbp.candidates import even_layouts
+from autopar.sbp.candidates import boundary_layouts
 from autopar.sbp.placement import Layout
+from autopar.sbp.uneven.uneven_extents import shared_extents
 from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
 from autopar.search.table import CostTable, Edge, Node
 
@@ -57,7 +58,7 @@ def choose_crossing(
     while is_better and not budget.is_spent:
         is_better = False
         for names in _alike(cut, best):
-            for layout in _neighbours(pipeline.values[names[0]], best[names[0]], mesh):
+            for layout in pipeline.neighbours(names[0], best[names[0]]):
                 if budget.is_spent:
                     return best
                 other = best | dict.fromkeys(names, layout)
@@ -77,12 +78,6 @@ def _alike(cut: Cut, crossing: Crossing) -> list[list[str]]:
 
 def _values(cut: Cut) -> dict[str, Value]:
     return {value.name: value for stage in cut.stages[:-1] for value in stage.graph.outputs if isinstance(value, Value)}
-
-
-def _neighbours(value: Value, layout: Layout, mesh: Mesh) -> Iterator[Layout]:
-    for other in even_layouts(value.shape, mesh.shape):
-        if sum(a != b for a, b in zip(layout, other)) == 1:
-            yield other
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +102,7 @@ class _Pipeline:
         self.training = request.training.staged(self.schedule.num_microbatches, self.schedule.num_ranks)
         self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
         self.budget = budget
-        self.values = _values(cut)
+        self.values, self.shared = _values(cut), shared_extents(cut.stages[0].graph, (), mesh)
         self.order, self.link = ordered(point.schedule), transfer(cluster, point.schedule.num_ranks, mesh.num_devices)
         self.kinds = [
             (
@@ -119,6 +114,12 @@ class _Pipeline:
         ]
         self.ends: dict[Any, _Ends] = {}
         self.known: dict[Any, float] = {}
+
+    def neighbours(self, name: str, layout: Layout) -> Iterator[Layout]:
+        """The layouts in which a boundary tensor may cross that differ from `layout` on one axis."""
+        for other in boundary_layouts(self.values[name].shape, self.mesh.shape, self.shared):
+            if sum(a != b for a, b in zip(layout, other)) == 1:
+                yield other
 
     def step_s(self, crossing: Crossing) -> float:
         """Seconds of a step with these boundary layouts."""

@@ -47,7 +47,7 @@ def _expanded(assignment: Assignment, graph: Graph, folded: Folded) -> Assignmen
 def crossing_layouts(cut: Cut) -> dict[str, Layout]:
     """Name of each boundary tensor -> its layout in the hand plan.
 
-    It is whole on axes where it or its gradient would be pending, or its parts would differ: all are sent as one shape.
+    It is whole on axes where it or its gradient would be pending, or its parts would differ and are no shares.
     """
     produced = produced_layouts(cut.graph, cut.by_hand)
     values = {value.name: value for op in cut.graph.ops for value in op.outputs}
@@ -56,11 +56,20 @@ def crossing_layouts(cut: Cut) -> dict[str, Layout]:
 
 
 def _even_part(shape: tuple[int, ...], produced: Layout, mesh: Mesh) -> Layout:
-    """The even ones of the splits, from the outermost axis on, and I for everything else."""
+    """The even ones of the splits, from the outermost axis on, the shares of a dim that nothing else splits, and I for
+    everything else.
+    """
     kept = (I,) * len(produced)
     for axis, placement in enumerate(produced):
+        others = (*kept[:axis], I, *kept[axis + 1 :])
         more = (*kept[:axis], placement, *kept[axis + 1 :])
-        kept = more if placement.kind == "S" and placement.unit == 1 and is_even(shape, more, mesh.shape) else kept
+        if placement.shares:
+            is_kept = all(one.dim != placement.dim for one in others)
+        else:
+            plain = tuple(I if one.shares else one for one in more)
+            is_free = not any(one.shares and one.dim == placement.dim for one in others)
+            is_kept = placement.kind == "S" and placement.unit == 1 and is_free and is_even(shape, plain, mesh.shape)
+        kept = more if is_kept else kept
     return kept
 
 

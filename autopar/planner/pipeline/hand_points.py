@@ -95,7 +95,7 @@ Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, su
 
 
 def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
-    """The points to try, in which every data rank has a sample of each microbatch.
+    """The points to try, in which every data rank has a sample of each microbatch, and whole ones of its share.
 
     If the batch is too small for that on all of `meshes` with the usual numbers of microbatches, fewer are tried, then
     splits of the sequence on any axis; otherwise the batch stays whole, and the search finds another split.
@@ -105,20 +105,22 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
         counts_of: Callable[[int], Sequence[int]], divides: Callable[..., bool], *, on_any: bool = False
     ) -> list[Point]:
         found = (
-            (num_ranks, mesh, num, tuple(_fitting(model.outline, mesh, partial(divides, num=num), on_any=on_any)))
+            (num_ranks, mesh, num, tuple(_fitting(model.outline, mesh, partial(divides, mesh, num), on_any=on_any)))
             for num_ranks, mesh in meshes
             for num in num_microbatches or counts_of(num_ranks)
+            if all(size % num == 0 for _, sizes in mesh.shares for size in sizes)
         )
         return [point for point in found if point[-1]]
 
-    def is_even(data: int, num: int) -> bool:
-        return model.num_samples % (data * num) == 0
+    def is_even(mesh: Mesh, num: int, data: int) -> bool:
+        samples = [size * len(sizes) for _, sizes in mesh.shares for size in sizes] or [model.num_samples]
+        return all(each % (data * num) == 0 for each in samples)
 
     return (
         those(lambda num_ranks: _counts(model, num_ranks), is_even)
         or those(lambda _: model.counts, is_even)
         or those(lambda _: model.counts, is_even, on_any=True)
-        or those(lambda num_ranks: _counts(model, num_ranks), lambda _, num: num > 0)
+        or those(lambda num_ranks: _counts(model, num_ranks), lambda _, num, data: num > 0)
     )
 
 

@@ -66,7 +66,8 @@ class Staged:
         if self.schedule.num_ranks == 1:
             return self.mesh
         shape, names = (self.mesh.shape, self.mesh.axis_names) if self.mesh.num_devices > 1 else ((), ())
-        return Mesh((self.schedule.num_ranks, *shape), (PIPELINE, *names))
+        shares = tuple((axis + 1, rows) for axis, rows in self.mesh.shares)
+        return Mesh((self.schedule.num_ranks, *shape), (PIPELINE, *names), shares)
 
     @property
     def name(self) -> str:

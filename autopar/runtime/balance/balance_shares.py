@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, warn
-from autopar.plans.plan import Plan
+from autopar.plans.choices import Choices
 from autopar.runtime.balance.watch_times import Advice, TimeWatch
 from autopar.runtime.load_program import Loaded
 from autopar.runtime.module_runtime import Runtime
+from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.sharded_module import ShardedModule
 from autopar.sbp.in_flight import WAITED
@@ -82,12 +83,15 @@ def balance(model: ShardedModule, *, sampler: StatefulSampler | None = None) -> 
 
     The model was compiled with `shares=`, equal ones if nothing is known: `autopar.compile(..., shares=(8, 8, 8, 8))`.
     Call `step()` of the result after each step of the optimizer, on every rank; it exchanges one number. Losses and
-    gradients are those of the whole batch as before, and nothing is traced or planned again. With batch="local" the
-    next batch is in the new `shares`: `sampler` is told, of a data loader that fetches no batches ahead
-    (num_workers=0). AutoparError if the batch is not in shares, or the devices are no CPUs, whose waiting is not seen.
+    gradients are those of the whole batch as before, and nothing is traced or planned again. In a pipeline the ranks of
+    all stages at one place of the axis count as the slowest of them; in microbatches a rank has as many rows in each.
+    With batch="local" the next batch is in the new `shares`: `sampler` is told, of a data loader that fetches no
+    batches ahead (num_workers=0). AutoparError if the batch is not in shares, or the devices are no CPUs, whose waiting
+    is not seen.
     """
-    loaded = model._autopar.current()
-    if not isinstance(loaded, Loaded) or not loaded.program.mesh.shares:
+    running = model._autopar.current()
+    loaded = running.parts[0].loaded if isinstance(running, Trainer) else running
+    if not loaded.shares:
         raise AutoparError(
             "the batch of the model is not in shares, so that nothing can be balanced: compile it with shares=, equal"
             " ones if nothing is known of the ranks, e.g. autopar.compile(..., shares=(8, 8, 8, 8))"
@@ -97,28 +101,33 @@ def balance(model: ShardedModule, *, sampler: StatefulSampler | None = None) -> 
             f"balance measures the time that a rank computes on CPUs only, found {model._autopar.mesh.device_type};"
             " give shares= of autopar.compile by hand"
         )
-    ((axis, _),) = loaded.program.mesh.shares
-    sizes = tuple(loaded.axes[axis].shares)
-    found = Balance(model, axis, TimeWatch(sizes, _most_rows(loaded, max(sizes))), sampler)
+    ((axis, _),) = running.plan.mesh.shares
+    sizes, unit = tuple(loaded.shares), _num_microbatches(running)
+    found = Balance(model, axis, TimeWatch(sizes, _most_rows(running, max(sizes)), unit), sampler)
     found._start()
     return found
 
 
 def share_anew(runtime: Runtime, axis: int, sizes: tuple[int, ...]) -> None:
     """From the next call on the ranks of mesh axis `axis` have shares of these sizes, in all programs."""
-    for loaded in runtime.loaded.values():
-        if isinstance(loaded, Loaded):
-            loaded.placed.share(sizes)
+    programs = {id(one): one for one in (*runtime.loaded.values(), runtime.first) if one is not None}
+    for program in programs.values():
+        program.share(sizes)
     runtime.shares = ((axis, sizes),)
     if runtime.parts is not None and runtime.parts.shares is not None:
         name, _, index = runtime.parts.shares
         runtime.parts = replace(runtime.parts, shares=(name, sizes, index))
 
 
-def _most_rows(loaded: Loaded, largest: int) -> int | None:
+def _num_microbatches(running: Loaded | Trainer) -> int:
+    """The number of equal parts in which a step takes the rows of each rank."""
+    return running.planned.schedule.num_microbatches if isinstance(running, Trainer) else 1
+
+
+def _most_rows(running: Loaded | Trainer, largest: int) -> int | None:
     """The rows that fit into memory if all of the predicted peak grows with them; None if no peak is known."""
-    plan = loaded.choices
-    if not isinstance(plan, Plan) or not plan.peak_bytes or plan.memory_limit_bytes == float("inf"):
+    plan = running.planned if isinstance(running, Trainer) else running.choices
+    if isinstance(plan, Choices) or not plan.peak_bytes or plan.memory_limit_bytes == float("inf"):
         return None
     if plan.cluster.groups is not None:  # the peak is that of one group, and the memory of others may be less
         return largest

@@ -31,11 +31,12 @@ class Advice:
 class TimeWatch:
     """The times of the last steps under the present shares, `sizes`.
 
-    `most_rows`: what the memory of a rank holds; None if that is not known.
+    `most_rows`: what the memory of a rank holds; None if that is not known. `unit`: the rows of a rank are a multiple.
     """
 
     sizes: tuple[int, ...]
     most_rows: int | None = None
+    unit: int = 1
     recent: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     num_settling: int = SETTLING
 
@@ -63,14 +64,17 @@ class TimeWatch:
         return 1 - found / max(times_s)
 
     def _advice(self, times_s: Sequence[float]) -> Advice:
-        devices = [DeviceSpeed(max(t, 1e-9) / n, most_rows=self.most_rows) for t, n in zip(times_s, self.sizes)]
-        free = best_shares(sum(self.sizes), devices)
+        """Better shares, found in multiples of `unit`."""
+        most = None if self.most_rows is None else self.most_rows // self.unit
+        total = sum(self.sizes) // self.unit
+        devices = [DeviceSpeed(max(t, 1e-9) * self.unit / n, most_rows=most) for t, n in zip(times_s, self.sizes)]
+        free = best_shares(total, devices)
         without = tuple(rank for rank, size in enumerate(free.sizes) if not size)
         # the ranks are a fixed mesh, so that each has a row at least
         rest = [
             DeviceSpeed(one.row_s, one.row_s, None if one.most_rows is None else one.most_rows - 1) for one in devices
         ]
-        more = best_shares(sum(self.sizes) - len(devices), rest).sizes if sum(self.sizes) > len(devices) else ()
-        sizes = tuple(size + 1 for size in more) or (1,) * len(devices)
-        step_s = max(device.step_s(size) for device, size in zip(devices, sizes))
+        more = best_shares(total - len(devices), rest).sizes if total > len(devices) else (0,) * len(devices)
+        step_s = max(device.step_s(size + 1) for device, size in zip(devices, more))
+        sizes = tuple((size + 1) * self.unit for size in more)
         return Advice(sizes, self._gain(sizes, times_s), step_s, without, free.step_s if without else 0.0)

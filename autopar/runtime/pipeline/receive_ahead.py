@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
+from autopar.sbp.in_flight import timed
 from autopar.schedule.timeline import Action
 
 Post = Callable[[Action], Sequence[dist.Work]]
@@ -71,4 +72,4 @@ class Outbox:
 
 def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
-        work.wait()
+        timed(work.wait)

@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.pipeline.lanes import Lanes
 from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
 from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Transfers, Waited, Work, now_s, sendable
+from autopar.sbp.in_flight import timed
 from autopar.schedule.orders import Schedule, arriving, receiving_kinds
 from autopar.schedule.simulate import posted_by
 from autopar.schedule.timeline import Action, Span, Timeline
@@ -55,16 +56,22 @@ class StageRunner:
                 f"a plan with a pipeline needs torch 2.12 or newer, found {torch.__version__}: update torch, or plan"
                 " for a mesh without a pipeline axis"
             )
-        self.schedule, self.device, self.loss_dtype, self.local = schedule, device, loss_dtype, tuple(stages)
+        self.schedule, self.device, self.loss_dtype = schedule, device, loss_dtype
         self.lanes, self.group = lanes, None if lanes is None else lanes.group
-        self.stages = [] if lanes is None else [RunningStage(stage, schedule, lanes, device) for stage in stages]
-        self._of_number = {stage.stage_index: stage for stage in self.stages}
+        self.take(stages)
         rank = 0 if self.group is None else dist.get_rank(self.group)
         self._arriving = [arriving(schedule, rank, kind) for kind in receiving_kinds(schedule)]
         self._posted_by = posted_by(schedule)[rank] if self.stages else {}
         self._losses: list[torch.Tensor] = []  # of the microbatches of a step, on the rank of the last stage
         self._scale: torch.Tensor | None = None
         self.waited: Waited | None = None  # told how long each wait of this rank's stages takes
+
+    def take(self, stages: Sequence[LocalStage]) -> None:
+        """From the next step on run these stages, whose boundary tensors may have other shapes than before."""
+        lanes, self.local = self.lanes, tuple(stages)
+        of_torch = (RunningStage(stage, self.schedule, lanes, self.device) for stage in stages if lanes is not None)
+        self.stages = [] if lanes is None else [*of_torch]
+        self._of_number = {stage.stage_index: stage for stage in self.stages}
         self._torch = self._made() if self.stages else None
 
     def _made(self) -> Any:
@@ -132,7 +139,8 @@ class StageRunner:
         total = (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
         )
-        dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
+        last = self.schedule.rank_of(self.schedule.num_stages - 1)
+        timed(dist.broadcast, total, group=self.group, group_src=last)
         return total
 
     def forward(self, works: Mapping[int, Work]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar.runtime.pipeline.lanes import Lanes
 from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
 from autopar.runtime.pipeline.split_backward import WeightPart, backward_of_inputs
+from autopar.sbp.in_flight import timed
 from autopar.schedule.orders import Schedule
 from autopar.schedule.timeline import Action, Span
 
@@ -220,7 +221,7 @@ def _begun(works: Iterable[dist.Work | None]) -> list[dist.Work]:
 
 def _wait(sends: Sequence[dist.Work]) -> None:
     for send in sends:
-        send.wait()
+        timed(send.wait)
 
 
 def _make_buffers(received: Sequence[Any], device: torch.device) -> None:

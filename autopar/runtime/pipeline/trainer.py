@@ -19,6 +19,7 @@ from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.mesh import PIPELINE, mesh_of
+from autopar.plans.resplit import resplit_stages
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
 from autopar.runtime.accumulate import open_step
 from autopar.runtime.dtensor_state import as_dtensor
@@ -35,8 +36,9 @@ from autopar.runtime.run_program import on_device
 from autopar.runtime.seeded_rng import draw_seed
 from autopar.sbp.axis import Axis
 from autopar.sbp.convert import move
+from autopar.sbp.in_flight import timed
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
-from autopar.sbp.placement import I, Layout, local_shape
+from autopar.sbp.placement import I, Layout
 
 
 def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
@@ -101,12 +103,12 @@ class LoadedStage:
 class Trainer:
     """The stages of this rank, and the training steps of a plan on them.
 
-    `graph`: of the whole batch. `draws`: whether it has random ops, so that each step takes a seed.
-    `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks.
-    `meeting`: of the ranks of the whole mesh.
+    `planned`: the plan, in the shares in which the batch was planned. `graph`: of the whole batch. `draws`: whether it
+    has random ops, so that each step takes a seed. `tied`: FQN of each parameter that several ranks of the pipeline
+    hold -> those ranks. `meeting`: of the ranks of the whole mesh.
     """
 
-    plan: StagedPlan
+    planned: StagedPlan
     graph: Graph
     micro: Microbatched
     parts: tuple[LoadedStage, ...]
@@ -115,6 +117,17 @@ class Trainer:
     tied: Mapping[str, tuple[int, ...]]
     meeting: Meeting
     draws: bool
+
+    @property
+    def plan(self) -> StagedPlan:
+        """The plan, which is priced anew if the batch is in other shares since."""
+        return resplit_stages(self.planned, self.parts[0].loaded.shares)
+
+    def share(self, sizes: tuple[int, ...]) -> None:
+        """From the next step on the batch is in shares of these sizes."""
+        for part in self.parts:
+            part.loaded.share(sizes)
+        self.runner.take([_local_stage(part.number, part.receives, part.loaded) for part in self.parts])
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
@@ -142,7 +155,7 @@ class Trainer:
         seed = draw_seed() if self.draws else 0  # of other models the random state stays, as on one device
         with failing_together(self.meeting), autocast_off(self.runner.device.type):
             given = self._given(leaves)
-            count = self.plan.schedule.num_microbatches if torch.is_grad_enabled() else 0
+            count = self.planned.schedule.num_microbatches if torch.is_grad_enabled() else 0
             opened = [open_step(part.loaded, count) for part in self.parts]
             works = {part.number: self._work(part, given, seed) for part in self.parts}
             if not torch.is_grad_enabled():
@@ -165,7 +178,7 @@ class Trainer:
         """AutoparError if gradients are of several dtypes, of which GradScaler looks at one after the other: a rank
         that has none of one would not take part in the ranks' exchange.
         """
-        stages = self.plan.stages if self.group is not None else ()
+        stages = self.planned.stages if self.group is not None else ()
         dtypes = {item.value.dtype for stage in stages for item in trained(stage.graph)}
         if len(dtypes) > 1:
             raise AutoparError(
@@ -245,7 +258,7 @@ class Trainer:
         """
         for fqn, parameter in self._tied_here().items():
             assert self.group is not None, "a tied parameter is held by several ranks of the pipeline"
-            gradient = _add_others(parameter, self.tied[fqn], self.group, self.plan.training.sum_dtype)
+            gradient = _add_others(parameter, self.tied[fqn], self.group, self.planned.training.sum_dtype)
             if (earlier := before[fqn]) is not None:
                 parameter.grad = earlier.add_(gradient)
 
@@ -271,7 +284,7 @@ def _add_others(
         dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for part, rank in zip(parts, ranks) if rank != here
     ]
     for work in dist.batch_isend_irecv([*sends, *receives]):
-        work.wait()
+        timed(work.wait)
     total = parts[0].to(dtype or own.dtype)
     for part in parts[1:]:
         total = total + part.to(total.dtype)
@@ -286,11 +299,17 @@ def _cut(x: torch.Tensor, layout: Layout, axes: Sequence[Any]) -> torch.Tensor:
 
 
 def make_trainer(
-    plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mapping[str, tuple[nn.Module, str]], place: str
+    plan: StagedPlan,
+    graph: Graph,
+    mesh: DeviceMesh,
+    owners: Mapping[str, tuple[nn.Module, str]],
+    place: str,
+    sizes: tuple[int, ...] = (),
 ) -> Trainer:
     """The trainer of this rank with its stages loaded; all ranks of the mesh call this.
 
-    `place`: the prefix of its keys in the store, unique to it.
+    `place`: the prefix of its keys in the store, unique to it. `sizes`: of the shares of the batch, if they were
+    changed since it was planned.
     """
     own_mesh, group, rank = pipeline_mesh(mesh)
     micro, stages = stage_graphs(graph, plan.starts, plan.schedule.num_microbatches)
@@ -298,9 +317,11 @@ def make_trainer(
     for number in plan.schedule.stages_of(rank):
         stage, part = stages[number], plan.stages[number]
         how = {"alike": micro.alike, "is_halved": plan.schedule.is_halved}
-        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, **how)
+        placed = replace(mesh_of(own_mesh), shares=part.mesh.shares)
+        program = lower(part.graph, placed, part.assignment, is_split=True, **how)
         with peers_alive():
-            axes = axes_of(own_mesh, program.joint_axes, plan.cluster)
+            shares = tuple((axis, sizes or rows) for axis, rows in placed.shares)
+            axes = axes_of(own_mesh, program.joint_axes, plan.cluster, shares)
         constants = run_constants(part.graph, torch.device(mesh.device_type))
         loaded = load(
             program, choices=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners
@@ -326,4 +347,8 @@ def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalS
 
 
 def _wire(value: Value, layout: Layout, loaded: Loaded) -> Wire:
-    return Wire(local_shape(value.shape, layout, loaded.program.mesh.shape), value.dtype, value.needs_grad)
+    shape = list(value.shape)
+    for axis, placement in zip(loaded.axes, layout):
+        if placement.is_split:
+            shape[placement.dim] = axis.part_in(placement, shape[placement.dim])
+    return Wire(tuple(shape), value.dtype, value.needs_grad)

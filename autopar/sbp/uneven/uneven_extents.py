@@ -60,12 +60,27 @@ def shared_extents(graph: Graph, ops: Sequence[Op], mesh: Mesh) -> SharedRows | 
     if not mesh.shares:
         return None
     ((axis, sizes),) = mesh.shares
-    rows = next((item.value.shape[0] for item in graph.of_kind("argument") if item.value.shape), 0)
+    extents = _extents(graph, ops) if graph.batch_extents is None else graph.batch_extents
+    rows = max((extent // units[0] for extent, units in extents if units), default=0)  # of which all are made
     if mesh.shape[axis] == 1 or rows < mesh.shape[axis]:
         return None
+    return SharedRows(axis, sizes, extents)
+
+
+def batch_extents(graph: Graph) -> Uneven:
+    """The sizes of dims that the rows of the batch make up, alone or with others, and the elements of each row there;
+    () if no argument has rows.
+    """
+    return _extents(graph, graph.ops)
+
+
+def _extents(graph: Graph, ops: Sequence[Op]) -> Uneven:
+    rows = next((item.value.shape[0] for item in graph.of_kind("argument") if item.value.shape), 0)
+    if not rows:
+        return ()
     offered = {rows: {1}}
     _carry(offered, _pairs(ops))
-    return SharedRows(axis, sizes, tuple((extent, tuple(sorted(units))) for extent, units in sorted(offered.items())))
+    return tuple((extent, tuple(sorted(units))) for extent, units in sorted(offered.items()))
 
 
 def _large_extents(graph: Graph) -> set[int]:
