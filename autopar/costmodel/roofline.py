@@ -1,6 +1,7 @@
 """The time of an op on one device, by a roofline on its local shapes."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,9 @@ from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Op, arguments_of
-from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, Shapes, facts_of, family
+from autopar.ir.loops.body import body_called
+from autopar.ir.loops.scan_op import SCAN
+from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, Shapes, facts_of, family, share_of_step
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import local_shape
@@ -64,6 +67,8 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     """`op_time` for given local shapes."""
     if not op.outputs:
         return 0.0, 0.0
+    if op.target == SCAN:
+        return _in_steps(op, inputs, outputs, cluster)
     if family(op.target) == ATTENTION and _is_dense(op, inputs):
         return _written_out(op, inputs, outputs, cluster)
     if not cluster.attention_kernels or family(op.target) != ATTENTION:
@@ -72,6 +77,25 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
         return min(_one_kernel(op, inputs, outputs, cluster), _written_out(op, inputs, outputs, cluster), key=sum)
     is_fused = attention_kernel(_call(op, inputs), cluster.attention_kernels) != SEPARATE
     return (_one_kernel if is_fused else _written_out)(op, inputs, outputs, cluster)
+
+
+def _in_steps(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
+    """A loop: its steps one after the other, computed again in backward, with what is carried and given out written.
+
+    Kernels of a step take as many times less as its results are smaller than the whole ones, but for their fixed cost.
+    """
+    share, once = share_of_step(op, outputs), replace(cluster, kernel_s=0.0)
+    steps_s = [0.0, 0.0]
+    for inner in body_called(op.args[3]).ops:
+        whole = tuple(value.shape for value in inner.inputs), tuple(value.shape for value in inner.outputs)
+        for number, (own_s, all_s) in enumerate(
+            zip(shapes_time(inner, *whole, once), shapes_time(inner, *whole, cluster))
+        ):
+            steps_s[number] += own_s * share + all_s - own_s
+    written_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
+    forward_s, backward_s = (op.args[-1] * each_s for each_s in steps_s)
+    is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    return forward_s + written_s, forward_s + backward_s + written_s if is_tracked else 0.0
 
 
 def _is_dense(op: Op, inputs: Shapes) -> bool:

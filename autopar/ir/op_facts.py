@@ -18,6 +18,7 @@ from autopar.ir.attention.balanced import is_balanced
 from autopar.ir.attention.index_functions import share_seen
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 from autopar.ir.guards.guard_ops import GUARDED
+from autopar.ir.loops.body import body_called
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -140,6 +141,20 @@ def _recurrent_operands(op: Op) -> tuple[Value, ...]:
     return op.inputs[0], _recurrent_weights(op)[0]
 
 
+def share_of_step(op: Op, outputs: Shapes) -> float:
+    """The share of a loop's work that a rank has, by the local shapes of what it carries and gives out."""
+    whole = (math.prod(value.shape) for value in op.outputs)
+    return min((math.prod(own) / max(1, size) for own, size in zip(outputs, whole)), default=1.0)
+
+
+def _scan(op: Op, inputs: Shapes, outputs: Shapes) -> float:
+    each = 0.0
+    for inner in body_called(op.args[3]).ops:
+        product, shapes = facts_of(inner.target).product, [tuple(v.shape for v in x) for x in (inner.inputs, inner.outputs)]
+        each += product.flops(inner, shapes[0], shapes[1]) if product else 0.0
+    return op.args[-1] * each * share_of_step(op, outputs)
+
+
 def _rows(names: str, facts: OpFacts, namespace: str = "aten") -> dict[str, OpFacts]:
     return {f"{namespace}.{name}": facts for name in names.split()}
 
@@ -168,6 +183,8 @@ OP_FACTS: Mapping[str, OpFacts] = MappingProxyType(
         **_rows("lstm gru rnn_tanh rnn_relu", OpFacts(Product(_recurrent, _recurrent_operands))),
         ATTENTION: OpFacts(Product(_attention, _all_inputs, ATTENTION_BACKWARD_RATIO)),
         **_rows("flex_attention", OpFacts(Product(_flex_attention, _all_inputs, ATTENTION_BACKWARD_RATIO)), "autopar"),
+        # the two products of backward, and forward once more
+        **_rows("scan", OpFacts(Product(_scan, _all_inputs, 3.0)), "autopar"),
         **_rows("embedding", OpFacts(is_lookup=True, ends_region=True)),
         **_rows("layer_norm rms_norm group_norm index topk cross_entropy_loss", OpFacts(ends_region=True)),
     }

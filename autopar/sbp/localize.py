@@ -1,10 +1,16 @@
 """Local arguments of an op: the global sizes that tracing wrote into its arguments, replaced by local ones."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from autopar.ir.graph import Op, arguments_of, resolve
+from autopar.ir.graph import Op, Value, arguments_of, resolve
+from autopar.ir.loops.body import Body, body_called, named
+from autopar.ir.loops.scan_op import SCAN
 from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.placement import local_shape
+from autopar.sbp.rules import way_of_loop
 from autopar.sbp.signature import Strategy
 from autopar.sbp.uneven.parts import PartSize, part_shape, part_size
 
@@ -21,6 +27,8 @@ def localize(
     Sizes that the ranks have different ones of are `PartSize`s. A local op is told of such parts by `ROLE_part`: the
     size of the dim that the axes of the role split, the unit of its parts, and whether they are in shares.
     """
+    if op.target == SCAN:
+        return (*op.args[:3], named(_local_body(op, strategy, mesh_shape)), *op.args[4:]), op.kwargs
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
         return op.args, (*op.kwargs, *_parts_of_roles(op, strategy, mesh_shape))
@@ -29,6 +37,30 @@ def localize(
     names = [argument.name for argument in resolve(op.target)._schema.arguments]
     args = tuple(changed.get(name, arg) for name, arg in zip(names, op.args))
     return args, tuple((name, changed.get(name, arg)) for name, arg in op.kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _local_body(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Body:
+    """The body of the loop `op` as one rank runs it on its parts."""
+    body = body_called(op.args[3])
+    ways = [way_of_loop(op, signature) for signature in strategy.signatures]
+    split = [(size, way) for size, way in zip(mesh_shape, ways) if way is not None]
+    sizes = tuple(size for size, _ in split)
+    if not split:
+        return body
+    values: dict[str, Value] = {}
+    ops = []
+    for inner in body.ops:
+        own = Strategy(tuple(way.of_ops[inner.name] for _, way in split))
+        args, kwargs = localize(inner, own, sizes)
+        for side, layout_of in ((inner.inputs, own.input_layout), (inner.outputs, own.output_layout)):
+            for index, value in enumerate(side):
+                values[value.name] = replace(value, shape=local_shape(value.shape, layout_of(index), sizes))
+        inputs, outputs = (tuple(values[value.name] for value in side) for side in (inner.inputs, inner.outputs))
+        ops.append(replace(inner, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs))
+    given = {value.name: value for value in (*body.inputs, *body.outputs)} | values
+    inputs, outputs = (tuple(given[value.name] for value in side) for side in (body.inputs, body.outputs))
+    return replace(body, inputs=inputs, ops=tuple(ops), outputs=outputs)
 
 
 def _parts_of_roles(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

@@ -48,6 +48,7 @@ _LINEAR = {
     "pad",
     "repeat_interleave",
     "scaled_dot_product_attention",
+    "scan",
     "slice",
     "split_with_sizes",
     "to",

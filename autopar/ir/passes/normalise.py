@@ -10,6 +10,7 @@ from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.folding.order_free_ops import order_free_ops
 from autopar.ir.graph import Graph
+from autopar.ir.loops.roll_up import roll_up
 from autopar.ir.masks.scatter_rows import scatter_rows
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
@@ -28,6 +29,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     unfold_broadcasts,
     canonicalise,
     drop_identities,
+    roll_up,
     unflatten_products,
     unflatten_linears,
     turn_grouped_weights,

@@ -1,8 +1,11 @@
 """The rule table: op -> its splitting signatures on one mesh axis; tests/sbp checks every row against the op itself."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 from autopar.ir.graph import Op
+from autopar.ir.loops.body import body_called
+from autopar.ir.loops.scan_op import SCAN
 from autopar.sbp.rules import (
     attention,
     batched,
@@ -14,6 +17,7 @@ from autopar.sbp.rules import (
     given,
     guard,
     index,
+    loop,
     loss,
     matmul,
     norm,
@@ -25,6 +29,7 @@ from autopar.sbp.rules import (
     softmax,
     view,
 )
+from autopar.sbp.rules.complete import SplitDim, completed, own_extents
 from autopar.sbp.signature import Signature
 
 _FAMILIES = (
@@ -32,9 +37,40 @@ _FAMILIES = (
     *(batched, guard, matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 
-RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
+_OF_STEPS: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
     target: rule for family in _FAMILIES for target, rule in family.RULES.items()
 }
+
+
+@lru_cache(maxsize=4096)
+def _within_a_step(op: Op) -> tuple[Signature, ...]:
+    """The signatures of an op in the body of a loop: those of its row, and whole without one."""
+    rule = _OF_STEPS.get(op.target)
+    return completed(op, rule(op) if rule else (), may_sum=True)
+
+
+def _scan(op: Op) -> Iterable[Signature]:
+    return (way.signature for way in loop.ways_of(op, _within_a_step))
+
+
+def way_of_loop(op: Op, signature: Signature) -> loop.Way | None:
+    """How the ops in the body of a loop are split; None if they are whole."""
+    return loop.way_of(op, signature, _within_a_step)
+
+
+def inner_extents(op: Op, signature: Signature) -> dict[SplitDim, int]:
+    """The size of every dim that a loop splits within its body."""
+    way = way_of_loop(op, signature)
+    if way is None:
+        return {}
+    return {
+        (f"{inner.name} {tensor}", dim): size
+        for inner in body_called(op.args[3]).ops
+        for (tensor, dim), size in own_extents(inner, way.of_ops[inner.name]).items()
+    }
+
+
+RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {**_OF_STEPS, SCAN: _scan}
 
 
 def rule_of(op: Op) -> Callable[[Op], Iterable[Signature]] | None:

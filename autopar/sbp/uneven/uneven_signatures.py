@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Op
+from autopar.ir.loops.scan_op import SCAN
 from autopar.ir.op_facts import ATTENTION, PERMUTATIONS, RESHAPES, family
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
@@ -59,7 +60,7 @@ def uneven_signatures(op: Op, uneven: Uneven, shares: tuple[int, ...] = ()) -> t
 def _in_units(op: Op, signature: Signature, uneven: Uneven, shares: tuple[int, ...]) -> Iterator[Signature]:
     extents = extents_of(op, signature)
     sizes, offered = set(extents.values()), dict(uneven)
-    if rule_of(op) is None:  # samples are of equal parts
+    if rule_of(op) is None or op.target == SCAN:  # samples, and sizes within a step, are of equal parts
         return
     if signature.num_units or op.target in ROW_BYTES or (signature.role and signature.role not in _roles(op)):
         return
