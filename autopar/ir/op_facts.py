@@ -150,7 +150,10 @@ def share_of_step(op: Op, outputs: Shapes) -> float:
 def _scan(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     each = 0.0
     for inner in body_called(op.args[3]).ops:
-        product, shapes = facts_of(inner.target).product, [tuple(v.shape for v in x) for x in (inner.inputs, inner.outputs)]
+        product, shapes = (
+            facts_of(inner.target).product,
+            [tuple(v.shape for v in x) for x in (inner.inputs, inner.outputs)],
+        )
         each += product.flops(inner, shapes[0], shapes[1]) if product else 0.0
     return op.args[-1] * each * share_of_step(op, outputs)
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.ir.graph import Op, Value, arguments_of, resolve
-from autopar.ir.loops.body import Body, body_called, named
+from autopar.ir.loops.body import LoopBody, body_called, named
 from autopar.ir.loops.scan_op import SCAN
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import local_shape
@@ -40,7 +40,7 @@ def localize(
 
 
 @lru_cache(maxsize=1024)
-def _local_body(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Body:
+def _local_body(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> LoopBody:
     """The body of the loop `op` as one rank runs it on its parts."""
     body = body_called(op.args[3])
     ways = [way_of_loop(op, signature) for signature in strategy.signatures]

@@ -11,6 +11,7 @@ from autopar.sbp.rules.complete import SplitDim, completed, own_extents
 from autopar.sbp.rules.given import per_rules
 from autopar.sbp.signature import Discovery, Signature
 
+
 def signatures_of_call(op: Op) -> tuple[Signature, ...]:
     """`signatures_of(op)`, computed once for equal calls."""
     return signatures_of(op.nameless)

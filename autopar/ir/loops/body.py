@@ -12,7 +12,7 @@ from autopar.ir.graph import Op, Slot, Value, resolve
 
 
 @dataclass(frozen=True)
-class Body:
+class LoopBody:
     """`ops` compute `outputs` from `inputs`.
 
     The first `num_carried` outputs are the first inputs of the next step, the others are what each step gives out.
@@ -46,17 +46,17 @@ class BodyName(str):
         return named, (body_called(self),)
 
 
-_BODIES: dict[str, Body] = {}
+_BODIES: dict[str, LoopBody] = {}
 
 
-def named(body: Body) -> BodyName:
+def named(body: LoopBody) -> BodyName:
     """The name by which `body_called` knows `body`; equal bodies of all layers and ranks have one."""
     name = BodyName(hashlib.sha256(repr(body).encode()).hexdigest()[:12])
     _BODIES.setdefault(name, body)
     return name
 
 
-def body_called(name: str) -> Body:
+def body_called(name: str) -> LoopBody:
     """The body that `named` gave this name."""
     return _BODIES[name]
 
@@ -82,7 +82,7 @@ def function_of(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         lines.append(f"{results} = {function}({', '.join(given)})")
     returned = "".join(f"{value.name}, " for value in body.outputs)
     source = f"def body({_names(body.inputs)}):\n    " + "\n    ".join((*lines, f"return ({returned})"))
-    exec(compile(source, f"<loop {name}>", "exec"), known)  # noqa: S102 - the source was written above
+    exec(compile(source, f"<loop {name}>", "exec"), known)
     return known["body"]
 
 

@@ -26,7 +26,7 @@ Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Loop:
+class StepLoop:
     """`steps` copies of `block` ops from op `first` on.
 
     places: for each op of a step but the first, where each of its inputs is from. stride: by how much the index of each
@@ -45,12 +45,10 @@ class Loop:
         return self.first + self.block * self.steps
 
 
-def find_loops(graph: Graph) -> list[Loop]:
+def find_loops(graph: Graph) -> list[StepLoop]:
     """The loops of at least `MIN_STEPS` steps, in order, none within another."""
-    if len(graph.ops) < MIN_STEPS:
-        return []
     wiring, kinds = graph.once(wire), _kinds(graph)
-    found: list[Loop] = []
+    found: list[StepLoop] = []
     for run in find_runs(kinds):
         if (run.stop - run.start) // run.period < MIN_STEPS or any(
             run.start < loop.stop and loop.first < run.stop for loop in found
@@ -74,15 +72,13 @@ def _kind(op: Op) -> Any:
     return op.target, repr(args), repr(op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
 
 
-def _loop_in(graph: Graph, wiring: Wiring, run: PeriodicRun) -> Loop | None:
+def _loop_in(graph: Graph, wiring: Wiring, run: PeriodicRun) -> StepLoop | None:
     """The longest loop within the run, of the few places where a step may begin that carry the fewest values."""
     ops = graph.ops[run.start : run.start + run.period]
-    if any(not op.target.startswith("aten.") or is_random(op) or is_function(op) for op in ops):
-        return None
-    if len({op.is_no_grad for op in ops}) > 1:
+    if any(map(_stays, ops)) or len({op.is_no_grad for op in ops}) > 1:
         return None
     starts = range(run.start, run.start + min(run.period, run.stop - run.start - run.period))
-    best: Loop | None = None
+    best: StepLoop | None = None
     for first in sorted(starts, key=lambda first: (wiring.num_alive[first + run.period], first))[:8]:
         loop = _steps_from(graph, wiring, first, run.period, (run.stop - first) // run.period)
         if loop is not None and (best is None or loop.steps > best.steps):
@@ -90,8 +86,16 @@ def _loop_in(graph: Graph, wiring: Wiring, run: PeriodicRun) -> Loop | None:
     return best
 
 
-def _steps_from(graph: Graph, wiring: Wiring, start: int, block: int, count: int) -> Loop | None:
-    best: Loop | None = None
+def _stays(op: Op) -> bool:
+    """Whether steps with this op stay written out: it draws random numbers, is not torch's, or joins samples, as a
+    loss does, so that a loop of it would be whole on each rank.
+    """
+    joins = "batch_norm" in op.target or (len(op.outputs) == 1 and not op.outputs[0].shape and op.outputs[0].needs_grad)
+    return not op.target.startswith("aten.") or is_random(op) or is_function(op) or joins
+
+
+def _steps_from(graph: Graph, wiring: Wiring, start: int, block: int, count: int) -> StepLoop | None:
+    best: StepLoop | None = None
     at = 0
     while count - at > max(MIN_STEPS - 1, 0 if best is None else best.steps):
         loop, at = _longest_at(graph, wiring, start, block, at, count)
@@ -102,7 +106,7 @@ def _steps_from(graph: Graph, wiring: Wiring, start: int, block: int, count: int
 
 def _longest_at(
     graph: Graph, wiring: Wiring, start: int, block: int, at: int, count: int
-) -> tuple[Loop | None, int]:
+) -> tuple[StepLoop | None, int]:
     """(the loop of which copy `at` is the first step, the copy that no longer belongs to it)."""
     first = start + at * block
     steady = _places(graph, wiring, first, first + block, block)
@@ -121,12 +125,10 @@ def _longest_at(
     if not _first_slices(graph, wiring, first, steady, strides):
         return None, at + 1
     initial = tuple(wiring.sources[first : first + block])
-    return Loop(first, block, steps, steady, initial, strides), at + steps
+    return StepLoop(first, block, steps, steady, initial, strides), at + steps
 
 
-def _places(
-    graph: Graph, wiring: Wiring, first: int, start: int, block: int
-) -> tuple[tuple[Place, ...], ...] | None:
+def _places(graph: Graph, wiring: Wiring, first: int, start: int, block: int) -> tuple[tuple[Place, ...], ...] | None:
     """For each op of the step that starts at op `start` the places of its inputs; None if it reads an older step."""
     found = []
     for number in range(start, start + block):
@@ -219,7 +221,7 @@ def _first_slices(
     )
 
 
-def indices(loop: Loop) -> Iterator[tuple[int, int, Source, int, int]]:
+def indices(loop: StepLoop) -> Iterator[tuple[int, int, Source, int, int]]:
     """(op of a step, input, source, index in the first step, stride) of each slice."""
     for number, places in enumerate(loop.places):
         for slot, place in enumerate(places):

@@ -7,8 +7,21 @@ from typing import Any
 
 from autopar.ir.folding.match_blocks import Source
 from autopar.ir.graph import Graph, Op, Slot, Value
-from autopar.ir.loops.body import Body, named
-from autopar.ir.loops.find_loops import BEFORE, OUTSIDE, SAME, SELECT, SLICE, UNBIND, Loop, find_loops, indices, source_of
+from autopar.ir.loops.body import LoopBody, named
+from autopar.ir.loops.find_loops import (
+    BEFORE,
+    MIN_STEPS,
+    OUTSIDE,
+    SAME,
+    SELECT,
+    SLICE,
+    UNBIND,
+    StepLoop,
+    find_loops,
+    indices,
+    source_of,
+)
+from autopar.ir.loops.plain_slices import plain_slices
 from autopar.ir.loops.scan_op import SCAN
 
 _JOINS = {"aten.stack.default": True, "aten.cat.default": False}  # whether it adds a dim
@@ -20,13 +33,16 @@ def roll_up(graph: Graph) -> Graph:
     """`graph` with one `autopar.scan` in place of each loop (see `find_loops`), which computes the same in as many
     steps; what all steps give out is joined as one tensor. A loop over what another one gives out is found behind it.
     """
+    if len(graph.ops) < MIN_STEPS:
+        return graph
+    given, graph = graph, plain_slices(graph)
     while loops := find_loops(graph):
         graph = _Rolling(graph, loops).rolled()
     scanned = {value.name for op in graph.ops if op.target == SCAN for value in op.outputs}
     ops = (
         part for op in graph.ops for part in (_selected(op, graph) if scanned & {v.name for v in op.inputs} else (op,))
     )
-    return replace(graph, ops=tuple(ops)) if scanned else graph
+    return replace(graph, ops=tuple(ops)) if scanned else given
 
 
 def _selected(op: Op, graph: Graph) -> Sequence[Op]:
@@ -42,7 +58,7 @@ def _selected(op: Op, graph: Graph) -> Sequence[Op]:
 
 
 @dataclass
-class _Body:
+class _StepInputs:
     """The inputs of a step while it is written: (what it reads) -> its value."""
 
     carried: dict[tuple[int, int], Value] = field(default_factory=dict)
@@ -53,7 +69,7 @@ class _Body:
 class _Rolling:
     """A walk over the graph that writes it anew."""
 
-    def __init__(self, graph: Graph, loops: Sequence[Loop]) -> None:
+    def __init__(self, graph: Graph, loops: Sequence[StepLoop]) -> None:
         self.graph, self.loops = graph, loops
         self.names = {name for op in graph.ops for name in (op.name, *(value.name for value in op.outputs))}
         self.names |= {item.value.name for item in graph.inputs}
@@ -103,7 +119,7 @@ class _Rolling:
         return self.replaced.get(value.name, value)
 
     def _parts(self, whole: Value) -> tuple[Value, ...]:
-        """What each step gives out, of what all do."""
+        """The value of each step, of the stacked ones."""
         if whole.name not in self.parts:
             op, name = self.makers[whole.name], self._unique(f"{whole.name}_steps")
             each = tuple(
@@ -125,7 +141,7 @@ class _Rolling:
         self.ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
 
     def _joined(self, op: Op) -> Value | None:
-        """What the op joins, in which the values of all steps stand together; None if they do not."""
+        """The result of `op`, in which the values of all steps stand together; None if they do not."""
         pieces = _pieces(op.inputs, self.stacked)
         if pieces is None or op.args[0] != tuple(map(Slot, range(len(op.inputs)))):
             return None
@@ -137,7 +153,7 @@ class _Rolling:
         args = tuple(map(Slot, range(len(joined)))), dim
         return self._call(op, "aten.cat.default", args, joined, op.outputs[0].shape)
 
-    def _piece(self, op: Op, piece: "Value | _Steps", dim: int, adds_dim: bool) -> Value:
+    def _piece(self, op: Op, piece: "Value | _StackedSteps", dim: int, adds_dim: bool) -> Value:
         if isinstance(piece, Value):
             now = self._now(piece)
             shape = (*now.shape[:dim], 1, *now.shape[dim:])
@@ -153,7 +169,7 @@ class _Rolling:
         shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
         return self._call(op, "aten.reshape.default", (Slot(0), shape), (turned,), shape)
 
-    def _add_loop(self, loop: Loop) -> None:
+    def _add_loop(self, loop: StepLoop) -> None:
         first = self.graph.ops[loop.first]
         body, reads = self._written(loop)
         given_out = self._given_out(loop, reads)
@@ -181,7 +197,7 @@ class _Rolling:
             each = (self._of_step(loop, place, step).name for step in range(loop.steps))
             self.stacked.update((one, (out, step, loop.steps)) for step, one in enumerate(each))
 
-    def _of_step(self, loop: Loop, place: tuple[int, int], step: int) -> Value:
+    def _of_step(self, loop: StepLoop, place: tuple[int, int], step: int) -> Value:
         return self.graph.ops[loop.first + step * loop.block + place[0]].outputs[place[1]]
 
     def _slice(self, key: tuple[Source, int, int, int]) -> tuple[Value, tuple[int, int, int]]:
@@ -194,9 +210,9 @@ class _Rolling:
             value = self._value((made, index))
         return self._now(value), (dim % len(value.shape), start, stride)
 
-    def _written(self, loop: Loop) -> tuple[list[Op], _Body]:
+    def _written(self, loop: StepLoop) -> tuple[list[Op], _StepInputs]:
         """The ops of the second step with values of their own, and what they read."""
-        reads, made, ops = _Body(), dict[tuple[int, int], Value](), list[Op]()
+        reads, made, ops = _StepInputs(), dict[tuple[int, int], Value](), list[Op]()
         slices = {(number, slot): rest for number, slot, *rest in indices(loop)}
         for number, places in enumerate(loop.places):
             op = self.graph.ops[loop.first + loop.block + number]
@@ -223,8 +239,8 @@ class _Rolling:
         return ops, reads
 
     def _body(
-        self, loop: Loop, ops: Sequence[Op], reads: _Body, given_out: Sequence[tuple[tuple[int, int], Value]]
-    ) -> Body:
+        self, loop: StepLoop, ops: Sequence[Op], reads: _StepInputs, given_out: Sequence[tuple[tuple[int, int], Value]]
+    ) -> LoopBody:
         outputs = (*(self.made[place] for place in reads.carried), *(self.made[place] for place, _ in given_out))
         wanted, kept = {value.name for value in outputs}, list[Op]()
         for op in reversed(ops):
@@ -232,10 +248,10 @@ class _Rolling:
                 kept.append(op)
                 wanted.update(value.name for value in op.inputs)
         inputs = (*reads.carried.values(), *reads.sliced.values(), *reads.invariant.values())
-        return Body(inputs, tuple(reversed(kept)), outputs, len(reads.carried), len(reads.sliced))
+        return LoopBody(inputs, tuple(reversed(kept)), outputs, len(reads.carried), len(reads.sliced))
 
-    def _given_out(self, loop: Loop, reads: _Body) -> list[tuple[tuple[int, int], Value]]:
-        """What is read outside of the loop, but for what the last step carries on: (place in a step, value)."""
+    def _given_out(self, loop: StepLoop, reads: _StepInputs) -> list[tuple[tuple[int, int], Value]]:
+        """(place in a step, value) of all that is read outside of the loop, but for what the last step carries on."""
         inside = {op.name for op in self.graph.ops[loop.first : loop.stop]}
         found = []
         for number in range(loop.block):
@@ -252,8 +268,8 @@ class _Rolling:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """What all steps give out, where an op reads it from each step in turn."""
+class _StackedSteps:
+    """The stacked values of all steps, where an op reads that of each step in turn."""
 
     whole: Value
     is_reversed: bool
@@ -263,11 +279,11 @@ def _known(known: dict[Any, Value], key: Any, value: Value, stem: str) -> Value:
     return known.setdefault(key, replace(value, name=f"{stem}{len(known)}"))
 
 
-def _stacked(value: Value, loop: Loop) -> Value:
+def _stacked(value: Value, loop: StepLoop) -> Value:
     return replace(value, shape=(loop.steps, *value.shape))
 
 
-def _first_reads(loop: Loop, carried: Mapping[tuple[int, int], Value]) -> list[tuple[int, int]]:
+def _first_reads(loop: StepLoop, carried: Mapping[tuple[int, int], Value]) -> list[tuple[int, int]]:
     """For each carried value, (op, input) that reads it."""
     reads: dict[tuple[int, int], tuple[int, int]] = {}
     for number, places in enumerate(loop.places):
@@ -279,9 +295,9 @@ def _first_reads(loop: Loop, carried: Mapping[tuple[int, int], Value]) -> list[t
 
 def _pieces(
     values: Sequence[Value], stacked: Mapping[str, tuple[Value, int, int]]
-) -> list[Value | _Steps] | None:
+) -> list[Value | _StackedSteps] | None:
     """`values` with those of all steps of a loop together; None if only some are there, or in another order."""
-    pieces: list[Value | _Steps] = []
+    pieces: list[Value | _StackedSteps] = []
     runs: dict[str, list[int]] = defaultdict(list)
     for value in values:
         if value.name not in stacked:
@@ -290,8 +306,8 @@ def _pieces(
         whole, step, steps = stacked[value.name]
         run = runs[whole.name]
         if not run:
-            pieces.append(_Steps(whole, step > 0))
-        elif not isinstance(pieces[-1], _Steps) or pieces[-1].whole is not whole or abs(step - run[-1]) != 1:
+            pieces.append(_StackedSteps(whole, step > 0))
+        elif not isinstance(pieces[-1], _StackedSteps) or pieces[-1].whole is not whole or abs(step - run[-1]) != 1:
             return None
         run.append(step)
         if len(run) > steps:

@@ -33,7 +33,7 @@ def scan(
     strides: Sequence[int],
     steps: int,
 ) -> list[Tensor]:
-    """What the last of `steps` steps carries on, then what all of them give out, stacked along dim 0.
+    """The values that the last of `steps` steps carries on, then those that all give out, stacked along dim 0.
 
     Step t reads `sliced[i]` at index `starts[i] + t * strides[i]` of dim `dims[i]`.
     """
@@ -88,7 +88,7 @@ class _Scan(torch.autograd.Function):
         body, function = body_called(name), function_of(name)
         kept, given = ctx.saved_tensors[:num], ctx.saved_tensors[num:]
         sliced, invariant = given[: len(slices)], given[len(slices) :]
-        sums = _Sums(slices, given, ctx.needs_input_grad[4 + num :])
+        sums = _LoopGradients(slices, given, ctx.needs_input_grad[4 + num :])
         carried = list(gradients[:num])
         for step in reversed(range(1 if _has_no_data((*kept, *given)[0]) else steps)):
             read = (*(x[step] for x in kept), *_at(step, slices, sliced), *invariant)
@@ -115,7 +115,7 @@ def _gradients(
     return [next(found) if x.requires_grad else None for x in leaves]
 
 
-class _Sums:
+class _LoopGradients:
     """The gradients of the inputs that steps read a slice of, or all of."""
 
     def __init__(self, slices: Slices, given: Sequence[Tensor], wanted: Sequence[bool]) -> None:

@@ -29,6 +29,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     unfold_broadcasts,
     canonicalise,
     drop_identities,
+    drop_dead,
     roll_up,
     unflatten_products,
     unflatten_linears,

@@ -50,10 +50,10 @@ def _within_a_step(op: Op) -> tuple[Signature, ...]:
 
 
 def _scan(op: Op) -> Iterable[Signature]:
-    return (way.signature for way in loop.ways_of(op, _within_a_step))
+    return (way.signature for way in loop.loop_splits(op, _within_a_step))
 
 
-def way_of_loop(op: Op, signature: Signature) -> loop.Way | None:
+def way_of_loop(op: Op, signature: Signature) -> loop.LoopSplit | None:
     """How the ops in the body of a loop are split; None if they are whole."""
     return loop.way_of(op, signature, _within_a_step)
 

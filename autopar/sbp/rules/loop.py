@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.ir.graph import Op, Value, arguments_of
-from autopar.ir.loops.body import Body, body_called
+from autopar.ir.loops.body import LoopBody, body_called
 from autopar.sbp.placement import I, Placement, R, S
 from autopar.sbp.signature import Signature
 
@@ -22,25 +22,25 @@ Domains = dict[str, frozenset[Placement]]
 
 
 @dataclass(frozen=True)
-class Way:
+class LoopSplit:
     """A `signature` of a loop, and that of each op of its body, by name."""
 
     signature: Signature
     of_ops: Mapping[str, Signature]
 
 
-def ways_of(op: Op, signatures: Signatures) -> tuple[Way, ...]:
+def loop_splits(op: Op, signatures: Signatures) -> tuple[LoopSplit, ...]:
     """The ways to split the loop `op`, the ops of whose body have these `signatures`."""
     arguments = arguments_of(op)
     return _ways(arguments["body"], arguments["dims"], signatures)
 
 
-def way_of(op: Op, signature: Signature, signatures: Signatures) -> Way | None:
+def way_of(op: Op, signature: Signature, signatures: Signatures) -> LoopSplit | None:
     """The way of the loop in which its tensors are split as by `signature`; None if nothing is."""
     if not any(placement.is_split for placement in (*signature.inputs, *signature.outputs)):
         return None
     wanted = _kinds(signature)
-    return next(way for way in ways_of(op, signatures) if _kinds(way.signature) == wanted)
+    return next(way for way in loop_splits(op, signatures) if _kinds(way.signature) == wanted)
 
 
 def _kinds(signature: Signature) -> tuple[Placement, ...]:
@@ -48,19 +48,19 @@ def _kinds(signature: Signature) -> tuple[Placement, ...]:
 
 
 @lru_cache(maxsize=256)
-def _ways(name: str, dims: tuple[int, ...], signatures: Signatures) -> tuple[Way, ...]:
+def _ways(name: str, dims: tuple[int, ...], signatures: Signatures) -> tuple[LoopSplit, ...]:
     body = body_called(name)
-    found: dict[Signature, Way] = {}
+    found: dict[Signature, LoopSplit] = {}
     for placed, of_ops in _Placing(body, signatures).all():
         signature = _of_loop(body, dims, placed)
         if any(placement.is_split for placement in (*signature.inputs, *signature.outputs)):
-            found.setdefault(signature, Way(signature, of_ops))
+            found.setdefault(signature, LoopSplit(signature, of_ops))
         if len(found) == _MOST:
             break
     return tuple(found.values())
 
 
-def _of_loop(body: Body, dims: Sequence[int], placed: Callable[[Value], Placement]) -> Signature:
+def _of_loop(body: LoopBody, dims: Sequence[int], placed: Callable[[Value], Placement]) -> Signature:
     """The placements of a loop's tensors: slices have one more dim in `dims`, what all steps give out has it first."""
     carried, sliced = body.inputs[: body.num_carried], body.sliced
     same = body.inputs[body.num_carried + body.num_sliced :]
@@ -82,7 +82,7 @@ class _Placing:
     that the loop reads and gives out are decided first, the others only once for each way to place those.
     """
 
-    def __init__(self, body: Body, signatures: Signatures) -> None:
+    def __init__(self, body: LoopBody, signatures: Signatures) -> None:
         self.body = body
         self.same: dict[str, str] = {}
         for one, other in body.carried:

@@ -2,10 +2,10 @@
 
 import torch
 
-from tests.models.written import flows, habits, objectives, sciences, sequences, structures, tables, vision
+from tests.models.written import flows, habits, loops, objectives, sciences, sequences, structures, tables, vision
 from tests.models.written.draws import Built
 
-_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, habits)
+_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, habits, loops)
 _MODELS = {name: build for theme in _THEMES for name, build in theme.MODELS.items()}
 PREFIX = "by-hand:"
 # Models that are refused, and words of the reason.
