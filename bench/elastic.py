@@ -1,9 +1,10 @@
 """Runs under torchrun whose ranks die, leave and join, beside a run of one process that nothing disturbs.
 
-    python -m bench.elastic [kills] [members] [saves] [logical]     (all of them: half an hour on two cores)
+    python -m bench.elastic [kills] [members] [links] [saves] [logical]     (all of them: half an hour on two cores)
 
 kills: of four ranks one is killed, in a random phase of a random step, twenty times in one run. members: four agents of
-torchrun with a rank each; one is lost with all its processes, another one, then two join. In both, `bench/
+torchrun with a rank each; one is lost with all its processes, another one, then two join. links: three hosts of an
+emulated cluster, of which one's link stalls or is cut, and is well again (`bench.elastic_links`). In all three, `bench/
 elastic_script.py` is trained, and what is compared is each step's loss and samples, by what was done last. saves: steps
 of a network while its checkpoints are written beside it, in turns with steps without. logical: steps by
 `logical_ranks=4` on four ranks beside those of plain data parallelism.
@@ -18,28 +19,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 import psutil
 from torch.distributed import TCPStore
 
-from bench.elastic_script import NUM_SAMPLES, PHASES, undisturbed
+from bench.elastic_links import FAULTS, links
+from bench.elastic_log import MOST_S, RENDEZVOUS, ROOT, WHOLE, lines_of, resumed, tail, wait_for, whole
+from bench.elastic_script import PHASES
 from bench.papers.section import table
 from bench.report import Row, add
 
-ROOT = Path(__file__).parents[1]
 NUM_KILLS, NUM_RANKS, SEED = 20, 4, 0
 SAVE_EVERY = 5
 KILLS_PAUSE_S, MEMBERS_PAUSE_S = 0.1, 0.5  # that each step takes longer: there is time to save, and to join
 MEMBERS = (4, 3, 2, 4)  # ranks, one number after the other
 STEPS_EACH = 25  # with so many ranks
-MOST_S = 1800.0  # a run that takes longer hangs
-# How soon the agents of torchrun notice that one is gone, and how long they wait for more.
-RENDEZVOUS = "is_host=false,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 KILLS = table(
     "Killed ranks",
@@ -51,10 +49,10 @@ CHANGES = table(
     ("row", "step", "resumed at", "resumed after, s"),
     [f"{before} to {after} ranks" for before, after in pairwise(MEMBERS)],
 )
-WHOLE = table(
-    "Whole runs",
-    ("row", "steps", "done again", "samples lost or repeated", "loss differs at most, relative", "seconds"),
-    ("killed ranks", "ranks that leave and join"),
+LINKS = table(
+    "Links that fail",
+    ("row", "step", "resumed by two at", "resumed by two after, s", "by all at", "by all after, s"),
+    tuple(FAULTS),
 )
 STEPS = table(
     "Steps of a GPT of 8 M parameters",
@@ -78,18 +76,18 @@ def kills() -> dict[str, list[Row]]:
         agent = _start(folder, options, num_steps, KILLS_PAUSE_S)
         try:
             if agent.wait(MOST_S):
-                raise RuntimeError(_tail(folder))
+                raise RuntimeError(tail(folder))
         finally:
             _kill_all(agent)
-        lines, found = _log(folder), []
+        lines, found = lines_of(folder), []
         for number, (step, rank, phase) in enumerate(faults):
             fault = folder / f"fault-{number}"
             if not fault.exists():  # the rank was not in this phase again
                 found.append({"row": f"kill {number + 1}", "error": f"no {phase} of rank {rank} in step {step}"})
                 continue
             what = {"row": f"kill {number + 1}", "rank": rank, "phase": phase, "step": step}
-            found.append(what | _resumed(lines, float(fault.read_text())))
-        return {KILLS.title: found, WHOLE.title: [_whole("killed ranks", lines, num_steps, time.time() - start)]}
+            found.append(what | resumed(lines, float(fault.read_text())))
+        return {KILLS.title: found, WHOLE.title: [whole("killed ranks", lines, num_steps, time.time() - start)]}
 
 
 def _saving(step: int) -> int:
@@ -110,26 +108,29 @@ def members() -> dict[str, list[Row]]:
         def join() -> subprocess.Popen:
             return _start(folder, options, num_steps, MEMBERS_PAUSE_S)
 
+        def again() -> None:
+            agents[:] = [join() if agent.poll() else agent for agent in agents]
+
         try:
             agents.extend(join() for _ in range(MEMBERS[0]))
             for number, (before, after) in enumerate(pairwise(MEMBERS), start=1):
-                step = _wait_for(folder, STEPS_EACH * number, before, agents, join)
+                step = wait_for(folder, STEPS_EACH * number, before, again)
                 at = time.time()
                 for _ in range(before - after):
                     _kill_all(agents.pop())
                 agents.extend(join() for _ in range(after - before))
-                _wait_for(folder, step + 1, after, agents, join)
+                wait_for(folder, step + 1, after, again)
                 found.append({"row": f"{before} to {after} ranks", "step": step, "at": at, "ranks": after})
-            _wait_for(folder, num_steps - 1, MEMBERS[-1], agents, join)
+            wait_for(folder, num_steps - 1, MEMBERS[-1], again)
             if any(agent.wait(MOST_S) for agent in agents):
-                raise RuntimeError(_tail(folder))
+                raise RuntimeError(tail(folder))
         finally:
             for agent in agents:
                 _kill_all(agent)
-        lines = _log(folder)
-        rows = [{key: row[key] for key in ("row", "step")} | _resumed(lines, row["at"], row["ranks"]) for row in found]
-        whole = _whole("ranks that leave and join", lines, num_steps, time.time() - start)
-        return {CHANGES.title: rows, WHOLE.title: [whole]}
+        lines = lines_of(folder)
+        rows = [{key: row[key] for key in ("row", "step")} | resumed(lines, row["at"], row["ranks"]) for row in found]
+        of_all = whole("ranks that leave and join", lines, num_steps, time.time() - start)
+        return {CHANGES.title: rows, WHOLE.title: [of_all]}
 
 
 def _start(folder: Path, options: Sequence[str], num_steps: int, pause_s: float) -> subprocess.Popen:
@@ -150,57 +151,6 @@ def _kill_all(agent: subprocess.Popen) -> None:
         for each in (*process.children(recursive=True), process):
             each.send_signal(signal.SIGKILL)
         agent.wait()
-
-
-def _wait_for(
-    folder: Path, step: int, num_ranks: int, agents: list[subprocess.Popen], join: Callable[[], subprocess.Popen]
-) -> int:
-    """The newest step that so many ranks have done, once it is at least `step`.
-
-    Agents that end with an error meanwhile are started again, as a job manager does.
-    """
-    deadline = time.monotonic() + MOST_S
-    while time.monotonic() < deadline:
-        done = [line["step"] for line in _log(folder) if line["ranks"] == num_ranks]
-        if done and done[-1] >= step:
-            return done[-1]
-        agents[:] = [join() if agent.poll() else agent for agent in agents]
-        time.sleep(0.05)
-    raise RuntimeError(f"{num_ranks} ranks did not come to step {step}: {_tail(folder)}")
-
-
-def _log(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "log.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
-
-
-def _tail(folder: Path) -> str:
-    return (folder / "printed").read_text()[-3000:]
-
-
-def _resumed(lines: Sequence[dict[str, Any]], at: float, num_ranks: int | None = None) -> Row:
-    """The first step that was done by new ranks after the time `at`; `num_ranks`: by so many."""
-    before = [line for line in lines if line["at"] <= at]
-    later = [line for line in lines if line["at"] > at and line["start"] > at]
-    first = next(line for line in later if num_ranks in (None, line["ranks"]))
-    assert before, "a rank died before the first step"
-    return {"resumed at": first["step"], "resumed after, s": first["at"] - at}
-
-
-def _whole(name: str, lines: Sequence[dict[str, Any]], num_steps: int, seconds: float) -> Row:
-    """What was done last of each step, beside a run of one process that nothing disturbs."""
-    last = {line["step"]: line for line in lines}
-    expected = undisturbed(num_steps)
-    if sorted(last) != list(range(num_steps)):
-        raise RuntimeError(f"{name}: steps {sorted(set(range(num_steps)) - set(last))} were not done")
-    rows = [row for step in range(num_steps) for row in last[step]["rows"]]
-    whole_epochs = len(rows) // NUM_SAMPLES * NUM_SAMPLES
-    counts = [rows[:whole_epochs].count(sample) for sample in range(NUM_SAMPLES)]
-    wrong = sum(abs(count - whole_epochs // NUM_SAMPLES) for count in counts)
-    differs = max(abs(last[step]["loss"] - loss) / abs(loss) for step, loss in enumerate(expected))
-    again = len(lines) - num_steps
-    return dict(zip(WHOLE.header, (name, num_steps, again, wrong, differs, seconds)))
 
 
 def steps(what: str, num_ranks: int) -> Row:
@@ -228,6 +178,12 @@ def steps(what: str, num_ranks: int) -> Row:
     }
 
 
+def failing_links() -> dict[str, list[Row]]:
+    """One run for each fault of a link."""
+    found, runs = links(LINKS.header)
+    return {LINKS.title: found, WHOLE.title: runs}
+
+
 def saves() -> dict[str, list[Row]]:
     """Checkpoints every ten steps beside none; a rank alone leaves a core of two to the thread that writes."""
     return {STEPS.title: [{"row": name} | steps("saves", n) for n, name in zip((1, 2), STEPS.rows)]}
@@ -238,7 +194,7 @@ def logical() -> dict[str, list[Row]]:
     return {STEPS.title: [{"row": STEPS.rows[-1]} | steps("logical", NUM_RANKS)]}
 
 
-CASES = {"kills": kills, "members": members, "saves": saves, "logical": logical}
+CASES = {"kills": kills, "members": members, "links": failing_links, "saves": saves, "logical": logical}
 
 
 def main() -> None:
@@ -247,7 +203,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
     for name in parser.parse_args().cases or CASES:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        add("elastic", (KILLS, CHANGES, WHOLE, STEPS), CASES[name](), {"seed": SEED})
+        add("elastic", (KILLS, CHANGES, LINKS, WHOLE, STEPS), CASES[name](), {"seed": SEED})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ PREFIX = "autopar-"
 CARD, SUBNET, PORT = "card", "10.77.0", 29400
 # A bucket must hold what the card hands over at once, up to 64 KiB; more is let through faster than at the rate.
 _LEAST_BURST_BYTES, _BURST_S = 128 * 2**10, 1e-3
+# Below this rate a bucket holds one packet.
+_STALLED_BITS, _PACKET_BYTES = 1e5, 2048
 # The longest wait in a queue: packets that would wait longer are dropped.
 _QUEUE_MS = 200
 _POLL_S = 0.05
@@ -50,6 +52,7 @@ class EmulatedCluster:
 
     names: tuple[str, ...]  # their network namespaces
     files: Path  # a folder of this cluster
+    switch: str  # the namespace of the bridge between them
 
     def addresses(self) -> tuple[str, ...]:
         """The address of each host."""
@@ -59,6 +62,19 @@ class EmulatedCluster:
         """`argv` as a command that runs on `host`, which has a name of its own and knows those of the others."""
         own = f'mount --bind {self.files}/hosts /etc/hosts && hostname host{host} && exec "$@"'
         return ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", own, "sh", *argv]
+
+    def limit(self, host: int, rate: str) -> None:
+        """From now on the card of a host has this rate, both ways."""
+        _limit(self.names[host], CARD, rate)
+        _limit(self.switch, f"port{host}", rate)
+
+    def cut_off(self, host: int) -> None:
+        """No packet reaches or leaves a host any more."""
+        _ip("-n", self.switch, "link", "set", f"port{host}", "down")
+
+    def connect(self, host: int) -> None:
+        """The host's link is as before `cut_off`."""
+        _ip("-n", self.switch, "link", "set", f"port{host}", "up")
 
     def torchrun(self, num_ranks: int, argv: Sequence[str]) -> int:
         """Run `argv`, a script or `-m MODULE` and its arguments, on `num_ranks` ranks a host; the exit status.
@@ -97,12 +113,12 @@ def emulated_cluster(num_hosts: int, rate: str, inside: str | None = None) -> It
     prefix = f"{PREFIX}{os.getpid()}-"
     switch, names = f"{prefix}switch", tuple(f"{prefix}host{number}" for number in range(num_hosts))
     with tempfile.TemporaryDirectory(prefix=PREFIX) as files:
-        cluster = EmulatedCluster(names, Path(files))
+        cluster = EmulatedCluster(names, Path(files), switch)
         known = [f"{address} host{number}" for number, address in enumerate(cluster.addresses())]
         (cluster.files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         handler = signal.signal(signal.SIGTERM, _stop)
         try:
-            _make(cluster, switch, rate, inside)
+            _make(cluster, rate, inside)
             yield cluster
         finally:
             signal.signal(signal.SIGTERM, handler)
@@ -134,8 +150,9 @@ def clean() -> list[str]:
     return left
 
 
-def _make(cluster: EmulatedCluster, switch: str, rate: str, inside: str | None) -> None:
+def _make(cluster: EmulatedCluster, rate: str, inside: str | None) -> None:
     """The namespaces and their links. All lie in namespaces, so that deleting these is all there is to clean up."""
+    switch = cluster.switch
     _ip("netns", "add", switch)
     _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
     _ip("-n", switch, "link", "set", "bridge", "up")
@@ -147,17 +164,18 @@ def _make(cluster: EmulatedCluster, switch: str, rate: str, inside: str | None) 
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", CARD)
         _ip("-n", name, "link", "set", CARD, "up")
         _ip("-n", name, "link", "set", "lo", "up")
-        _limit(name, CARD, rate)  # what the host sends
-        _limit(switch, port, rate)  # what it receives
+        cluster.limit(number, rate)
         if inside is not None:
             _limit(name, "lo", inside)
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:
-    burst = max(_LEAST_BURST_BYTES, int(bits_of(rate) / 8 * _BURST_S))
+    """Limit what a device sends; a link that is hardly one lets no packet more through than at its rate."""
+    least = _LEAST_BURST_BYTES if bits_of(rate) > _STALLED_BITS else _PACKET_BYTES
+    burst = max(least, int(bits_of(rate) / 8 * _BURST_S))
     bits = f"{bits_of(rate):.0f}"
     bucket = ["tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
-    _run(["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket])
+    _run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
 
 
 def _ip(*argv: str) -> None:

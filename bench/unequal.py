@@ -1,7 +1,7 @@
-"""Plans for groups of devices that differ, by calculation; no device is used.
+"""Plans for groups of devices that differ, by calculation, and two ranks of which one is slowed.
 
     python -m bench.unequal            # all tables
-    python -m bench.unequal measured   # or some of: measured, planned, stages, time
+    python -m bench.unequal measured   # or some of: measured, planned, stages, time, slowed, straggler
 
 The first table is from published seconds a step, without a planner. Of each model the seconds of a step at one batch on
 each kind of device were measured by others. What is calculated assumes that they grow with the rows, and no
@@ -10,7 +10,8 @@ that the whole rows of a step are shared out more finely.
 
 The others are what the planner makes of a cluster of groups at the prices of the presets: shares on 8 + 8 devices
 beside equal ones and Whale's rule, with the layouts of the plan; stages on 4 + 4 beside those of equal devices under
-the same schedule; and the CPU seconds of planning for 64 + 64 devices beside 128 equal ones.
+the same schedule; and the CPU seconds of planning for 64 + 64 devices beside 128 equal ones. The last two run on two
+cores of this machine, each a rank's (`bench.slowed`).
 """
 
 import sys
@@ -37,6 +38,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.shares.device_shares import DeviceSpeed, PlannedShares, best_shares, proportional_shares
 from bench.papers.section import table
 from bench.report import Row, add
+from bench.slowed import FACTORS, SPLIT, STRAGGLERS, split_row, straggler_row
 
 # Rows of a step, and its seconds on a V100 and on a P100.
 MEASURED = {
@@ -207,6 +209,8 @@ PARTS: Mapping[str, tuple[Any, Callable[[], list[Row]]]] = {
     "planned": (PLANNED_TABLE, lambda: [planned(*case) for case in PLANNED.items()]),
     "stages": (STAGES_TABLE, lambda: [in_stages(*case) for case in IN_STAGES.items()]),
     "time": (TIME_TABLE, lambda: [timed(*case) for case in TIMED.items()]),
+    "slowed": (SPLIT, lambda: [split_row(factor) for factor in FACTORS]),
+    "straggler": (STRAGGLERS, lambda: [straggler_row()]),
 }
 
 

@@ -23,6 +23,7 @@ from autopar.elastic.checkpoints import (
     read_manifest,
     step_of,
 )
+from autopar.elastic.heartbeat import Heartbeat
 from autopar.elastic.join_ranks import join
 from autopar.elastic.lease import Lease, job_name
 from autopar.elastic.run_state import RunState, check_same_model
@@ -52,11 +53,11 @@ class Run:
         self.step = 0  # steps done
         self._lease: Lease | None = None
         self._joined = False
+        self._alive: Heartbeat | None = None
 
     def __enter__(self) -> Self:
         if not dist.is_initialized():
-            join()
-            self._joined = True
+            self._alive, self._joined = join(), True
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._control = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         if self.num_ranks < self.min_ranks:
@@ -76,6 +77,8 @@ class Run:
             dist.barrier(group=self._control)
         if self._lease is not None:
             self._lease.release()
+        if self._alive is not None and kind is None:
+            self._alive.stop()
         if kind is None and self._joined:
             dist.destroy_process_group()
 

@@ -8,14 +8,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from autopar.elastic.heartbeat import Heartbeat
 from autopar.errors import AutoparError
 
 _POLL_S = 0.02
 _MOST_S = 300.0  # between the first rank's start and the last one's
 
 
-def join() -> None:
-    """Join the ranks that torchrun started together; without torchrun, a world of this process alone.
+def join() -> Heartbeat | None:
+    """Join the ranks that torchrun started together; without torchrun, a world of this process alone. What is given
+    back ends this process if another rank is cut off.
 
     torchrun may keep one store for all its restarts, in which the addresses of ranks that have ended are left: a rank
     that finds one of those waits in vain. So each generation has a prefix of its own. No environment variable names it:
@@ -28,10 +30,19 @@ def join() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ:
-        return dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return None
     store, rank, world_size = next(dist.rendezvous("env://"))
-    own = dist.PrefixStore(agreed_prefix(store, rank, world_size), store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
+    prefix = agreed_prefix(store, rank, world_size)
+    alive = Heartbeat(_connect, prefix, rank, world_size) if world_size > 1 else None
+    dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
+    return alive
+
+
+def _connect() -> dist.Store:
+    """A further connection to the store that torchrun's ranks meet in."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
 
 def agreed_prefix(store: dist.Store, rank: int, world_size: int, *, timeout_s: float = _MOST_S) -> str:
