@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 from autopar.answers.questions import Asked
 from autopar.answers.step_terms import AnyPlan, changes, memory_terms, step_terms
 from autopar.errors import AutoparError
 from autopar.explain.common_text import table
+from autopar.mesh import Mesh
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sbp.placement import I, Layout, S, format_layout
@@ -19,6 +21,7 @@ from autopar.units import format_bytes, format_seconds
 # The most classes of parameters, largest first, whose layouts make plans differ, and the least share of all bytes that
 # such a class has.
 _MOST_CLASSES, _LEAST_SHARE = 6, 0.02
+T = TypeVar("T")
 _MOST_TERMS = 3  # that are told of an alternative
 
 
@@ -61,22 +64,23 @@ class _Branch:
 
 
 def best_plans(asked: Asked, count: int, others: Sequence[AnyPlan] = ()) -> Ranking:
-    """The best plan and the best ones after it that split one of the largest parameters over other axes, fastest first.
+    """The plan asked about and the best ones that split most of a class of large parameters otherwise, fastest first.
 
-    `others`: the best plans on other meshes, among which they are ranked, too. The ranking is that of Lawler (1972, "A
-    procedure for computing the k best solutions"): what is left after taking out a plan is cut into parts, in each of
-    which one more parameter, with its copies, is split as in that plan and the next one is not; the best plan of each
-    part is searched. So it is as exact as each search.
+    A class is a parameter with those of alike layers. `others`: the best plans on other meshes, among which they are
+    ranked, too; of plans with the same stages and as many parts of each class only the fastest is. The ranking is that
+    of Lawler (1972, "A procedure for computing the k best solutions"): what is left after taking out a plan is cut into
+    parts, in each of which one more class is split as in that plan and the next one is not; the best plan of each part
+    is searched. So it is as exact as each search, but for plans in which layers of a class differ.
     """
     named = _classes(asked)
     branches = [_Branch(asked.request, asked.plan), *(_Branch(asked.request, plan) for plan in others)]
-    ranked = list[Alternative]()
+    ranked = dict[Any, Alternative]()
     while branches and len(ranked) < count:
-        best = min(branches, key=lambda branch: branch.plan.step_s)
+        best = min(branches, key=lambda branch: (branch.plan is not asked.plan, branch.plan.step_s))
         branches.remove(best)
-        ranked.append(Alternative(best.plan, _told(asked, best.plan, named)))
+        ranked.setdefault(_divided(best.plan, named), Alternative(best.plan, _told(asked, best.plan, named)))
         branches += _parts(asked, best, named)
-    return Ranking(tuple(ranked))
+    return Ranking(tuple(ranked.values()))
 
 
 def _classes(asked: Asked) -> dict[str, tuple[str, ...]]:
@@ -95,22 +99,30 @@ def _parts(asked: Asked, branch: _Branch, named: Mapping[str, tuple[str, ...]]) 
     stored, excluded = _stored(branch.plan), dict(branch.request.excluded)
     for names in named.values():
         here = [name for name in names if name in stored]
-        alike = {name: _split_alike(stored[name], len(asked.shapes[name])) for name in here}
-        request = replace(branch.request, excluded=_more(excluded, {name: texts for name, (texts, _) in alike.items()}))
+        if not here:
+            continue
+        usual, ndim = _usual({name: _split_axes(stored[name]) for name in here}, here), len(asked.shapes[here[0]])
+        with_usual, _ = _split_alike(usual, ndim)
+        request = replace(branch.request, excluded=_more(excluded, dict.fromkeys(here, with_usual)))
         with suppress(AutoparError):  # no such plan, or none that fits
             yield _Branch(request, asked.planner(request, branch.plan.mesh))
-        excluded = _more(excluded, {name: texts for name, (_, texts) in alike.items()})
+        excluded = _more(excluded, {name: _split_alike(_split_axes(stored[name]), ndim)[1] for name in here})
+
+
+def _usual(ways: Mapping[str, T], names: Sequence[str]) -> T:
+    """How most of `names` are split, the first of those if several are as many."""
+    return Counter(ways[name] for name in names).most_common(1)[0][0]
 
 
 def _more(excluded: Mapping[str, tuple[str, ...]], added: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return {**excluded, **{name: (*excluded.get(name, ()), *texts) for name, texts in added.items()}}
 
 
-def _split_alike(layout: Layout, ndim: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Texts of all layouts of a tensor of `ndim` dims, split on the same axes as `layout`, and of all others."""
+def _split_alike(axes: tuple[bool, ...], ndim: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Texts of all layouts of a tensor of `ndim` dims that are split on these axes and no other, and of all others."""
     alike: dict[bool, list[str]] = {True: [], False: []}
-    for other in product((I, *map(S, range(ndim))), repeat=len(layout)):
-        alike[_split_axes(other) == _split_axes(layout)].append(format_layout(other))
+    for other in product((I, *map(S, range(ndim))), repeat=len(axes)):
+        alike[_split_axes(other) == axes].append(format_layout(other))
     return tuple(alike[True]), tuple(alike[False])
 
 
@@ -124,26 +136,55 @@ def _stored(plan: AnyPlan) -> dict[str, Layout]:
     return {name: layout for part in parts for name, layout in part.assignment.layouts.items()}
 
 
+def _divided(plan: AnyPlan, named: Mapping[str, tuple[str, ...]]) -> Any:
+    """What makes plans different: the stages, and the numbers of parts of most of each class."""
+    parts = _num_parts(plan)
+    known = ([name for name in names if name in parts] for names in named.values())
+    return _stages(plan), tuple(_usual(parts, names) if names else 0 for names in known)
+
+
 def _told(asked: Asked, plan: AnyPlan, named: Mapping[str, tuple[str, ...]]) -> str:
-    texts = [_shape(plan)] if _shape(plan) != _shape(asked.plan) else []
-    before, after = (_by_axis(asked.plan), _by_axis(plan))
+    texts = [f"mesh {plan.mesh}{_stages(plan)}"] if _is_elsewhere(asked, plan) else []
+    before, after = (_num_parts(asked.plan), _num_parts(plan)) if texts else (_by_axis(asked.plan), _by_axis(plan))
     for fqn, names in named.items():
-        pairs = dict.fromkeys((before.get(name, ""), after.get(name, "")) for name in names)
-        texts += [f"{fqn}: {b or 'whole'}, not {a or 'whole'}" for a, b in pairs if a != b]
+        known = [name for name in names if name in before and name in after]
+        old, new = (_usual(each, known) if known else "" for each in (before, after))
+        if old != new:
+            texts.append(f"{fqn}{f' and {len(names) - 1} alike' * (len(names) > 1)}: {_split(new)}, not {_split(old)}")
     return "\n".join(texts)
 
 
-def _shape(plan: AnyPlan) -> str:
-    return f"mesh {plan.mesh}" + ("" if isinstance(plan, Plan) else f"; {plan.schedule}")
+def _is_elsewhere(asked: Asked, plan: AnyPlan) -> bool:
+    return plan.mesh != asked.plan.mesh or _stages(plan) != _stages(asked.plan)
+
+
+def _stages(plan: AnyPlan) -> str:
+    return "" if isinstance(plan, Plan) else f"; {plan.schedule}"
+
+
+def _split(parts: int | str) -> str:
+    if isinstance(parts, str):
+        return parts
+    return "whole" if parts == 1 else f"in {parts} parts"
+
+
+def _num_parts(plan: AnyPlan) -> dict[str, int]:
+    """Input -> into how many parts it is split."""
+    mesh = _mesh_of_parts(plan)
+    return {
+        name: prod(size for size, p in zip(mesh.shape, each) if p.kind == "S") for name, each in _stored(plan).items()
+    }
 
 
 def _by_axis(plan: AnyPlan) -> dict[str, str]:
-    """Input -> the axes that split it, as "split on dp and tp"; "" if it is whole."""
-    mesh = (plan if isinstance(plan, Plan) else plan.stages[0]).mesh
-    split = {
-        name: [axis for axis, p in zip(mesh.axis_names, each) if p.kind == "S"] for name, each in _stored(plan).items()
-    }
-    return {name: f"split on {' and '.join(axes)}" if axes else "" for name, axes in split.items()}
+    """Input -> the axes that split it, as "split on dp and tp"; "whole" if none does."""
+    names = _mesh_of_parts(plan).axis_names
+    split = {name: [axis for axis, p in zip(names, each) if p.kind == "S"] for name, each in _stored(plan).items()}
+    return {name: f"split on {' and '.join(axes)}" if axes else "whole" for name, axes in split.items()}
+
+
+def _mesh_of_parts(plan: AnyPlan) -> Mesh:
+    return (plan if isinstance(plan, Plan) else plan.stages[0]).mesh
 
 
 def format_alternatives(found: tuple[Alternative, ...]) -> str:

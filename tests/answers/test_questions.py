@@ -128,3 +128,14 @@ def test_the_best_plans_differ_in_the_axes_that_split_parameters():
     # the second best changes one class of parameters only in the sense of Lawler: no plan that changes one is faster
     singles = [why(ask, fqn).other.step_s for fqn in ("blocks.0.0.weight", "blocks.0.2.weight")]
     assert steps[1] >= min(steps[0], *singles) - 1e-12
+
+
+def test_plans_that_split_the_same_on_a_mesh_of_other_names_are_one():
+    """And one layer of a class that differs makes no other plan: what is told is how most of it is split."""
+    ask = asked("4")
+    elsewhere = asked("n0=2,d0=2").plan
+    plans = best_plans(ask, 4, [elsewhere]).plans
+    assert plans[0].plan is ask.plan and not plans[0].differs
+    told = [each.differs for each in plans[1:]]
+    assert told and all(": " in text and " not " in text for text in told)  # a mesh alone is no difference
+    assert len(set(told)) == len(told)
