@@ -1,11 +1,14 @@
 """`autopar sweep`: the best plan of a model for each of several numbers of devices, clusters and batches."""
 
 import argparse
+import gc
 import math
 import multiprocessing
 import os
+import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,8 +100,13 @@ class PointTask:
 Planned = tuple[ScalingPoint, PlanView | None]
 
 
+_TRACED: dict[tuple[str, int], Graph] = {}  # in a worker: what its parent has traced
+
+
 @lru_cache(maxsize=2)
 def _graph(target: str, batch: int) -> Graph:
+    if (target, batch) in _TRACED:
+        return _TRACED[target, batch]
     example = load_target(target, sizes={"batch": batch} if batch else NO_SIZES)
     return trace(skeleton(example.model), example.args, dict(example.kwargs))
 
@@ -117,8 +125,9 @@ def _sweep(options: argparse.Namespace) -> int:
         if workers > 1:  # imports torch while this process traces
             multiprocessing.set_forkserver_preload([__name__])
             forkserver.ensure_running()
-        _graph(options.target, tasks[0].batch)  # an error of the target is told before all else
-        planned, ended = until_interrupt(_planned(tasks, workers, tell), f"of {len(tasks)} points were planned")
+        first = (options.target, tasks[0].batch)
+        traced = {first: _graph(*first)}  # an error of the target is told before all else
+        planned, ended = until_interrupt(_planned(tasks, traced, workers, tell), f"of {len(tasks)} points were planned")
     points = tuple(point for point, _ in planned)
     if options.html:
         write_page(options.html, sweep_page(f"{options.target} over devices", planned))
@@ -147,16 +156,17 @@ def _num_workers(tasks: Sequence[PointTask]) -> int:
     return min(len(tasks), cores or 1)
 
 
-def _planned(tasks: Sequence[PointTask], workers: int, tell: Callable[[str], None]) -> Iterator[Planned]:
+def _planned(
+    tasks: Sequence[PointTask], traced: Mapping[tuple[str, int], Graph], workers: int, tell: Callable[[str], None]
+) -> Iterator[Planned]:
     """The points, in order; several at a time where there are several cores."""
     if workers == 1:
         for number, task in enumerate(tasks):
             tell(f"point {number + 1} of {len(tasks)}: {task.devices} devices of {task.cluster}")
             yield task.plan()
         return
-    alone = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}  # Ctrl-C reaches them as well
     others = {*multiprocessing.active_children()}  # the caller's own
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), **alone)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _begin, (pickle.dumps(traced),))
     try:
         for number, point in enumerate(pool.map(PointTask.plan, tasks)):
             tell(f"{number + 1} of {len(tasks)} points")
@@ -165,3 +175,12 @@ def _planned(tasks: Sequence[PointTask], workers: int, tell: Callable[[str], Non
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in {*multiprocessing.active_children()} - others:  # after Ctrl-C each is in the middle of a point
             worker.terminate()
+
+
+def _begin(traced: bytes) -> None:
+    """What a worker does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it as well as its parent, which ends it
+    with warnings.catch_warnings():  # torch warns when it reads the structure of arguments that it has written
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec")
+        _TRACED.update(pickle.loads(traced))
+    gc.freeze()  # modules and the graph stay
