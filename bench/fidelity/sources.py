@@ -68,7 +68,8 @@ SOURCES = (
         " of T5's data-parallel rows take 0.05 to 0.25 s longer wherever a node has an odd number of devices, but"
         " not with offload: not explained. Forward ends with the mean of the losses over all data ranks (`loss_func`"
         " in its pretrain_t5.py), so that all wait there for the one whose inputs come last; what holds that one up the"
-        " artifact does not say.",
+        " artifact does not say. Rows whose forward took over twice that of the same plan on other nodes have kinds of"
+        " their own.",
         a800_rows,
         ("device share", "link share"),
         (0.7, 0.7),
