@@ -285,8 +285,15 @@ def test_letters_of_a_published_plan_are_its_mesh_and_stages():
     (published,) = h100_rows([row])
     written = published.written
     assert (written.data, written.tensor, written.stages, written.chunks, written.experts) == (8, 2, 4, 2, 4)
-    assert written.num_microbatches == 8 and written.flavour == "zero3" and written.is_sequence_parallel
+    assert written.num_microbatches == 8 and written.flavour == "zero2" and written.is_sequence_parallel
     assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in published.name
+
+
+@pytest.mark.parametrize(("pp", "num", "flavour"), [("8", 8, "zero2"), ("1", 1, "zero3")])
+def test_torchtitan_has_as_many_microbatches_as_pipeline_ranks_where_none_are_published(pp, num, flavour):
+    columns = {"source": "torchtitan-2024-12", "gpus": str(64 * int(pp)), "global_batch": "256", "microbatch": ""}
+    (published,) = h100_rows([_h100_row("llama3-405b", tp="8", pp=pp, fsdp="8", **columns)])
+    assert (published.written.num_microbatches, published.written.flavour) == (num, flavour)
 
 
 @pytest.mark.parametrize(

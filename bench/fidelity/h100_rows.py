@@ -38,8 +38,7 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
         gpus, batch, sequence = int(row["gpus"]), int(row["global_batch"]), int(row["sequence"])
         is_fp8, is_torchtitan = row["precision"] == "fp8", row["source"].startswith(_TORCHTITAN)
         cluster = partial(_torchtitan, is_compiled="compile" in row["technique"]) if is_torchtitan else _preset
-        # A ring sends beside the attention of the part that it has; "async-tp" has products beside their collectives.
-        hides = "all" if row["cp"] != "1" or "async-tp" in row["technique"] else "parameters"
+        hides = "all" if _hides_activations(row) else "parameters"
         yield Published(
             f"{row['source']} {row['model']}, {gpus} GPUs, {_letters(row)}, sequence {sequence}, {row['precision']},"
             f" {row['technique']}",
@@ -54,6 +53,15 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
         )
 
 
+def _hides_activations(row: Mapping[str, str]) -> bool:
+    """Whether collectives on activations run beside computing: a ring sends beside the attention of the part that it
+    has; "async-tp" has products beside their collectives, and so has Megatron-Bridge, whose recipes for H100 set
+    `tp_comm_overlap` wherever there are tensor ranks (scripts/performance/configs/llama3).
+    """
+    is_megatron = row["source"].startswith("megatron-bridge") and row["tp"] != "1"
+    return row["cp"] != "1" or "async-tp" in row["technique"] or is_megatron
+
+
 def _letters(row: Mapping[str, str]) -> str:
     shown = [f"{key}={row[key]}" for key in ("fsdp", "tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1")]
     return ",".join(shown)
@@ -63,11 +71,16 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
     """Ranks that split parameters are all data ranks; without fsdp they split the optimizer's state.
 
     An interleaved schedule has two stages a rank where the row does not say how many. Tensor ranks split the sequence
-    between their regions, as torchtitan's and Megatron-Core's do.
+    between their regions, as torchtitan's and Megatron-Core's do. Fully sharded stages keep what they have gathered for
+    all microbatches (torchtitan's `reshard_after_forward = not pp_enabled`). A microbatch that is not published is a
+    sequence; torchtitan's has as many microbatches as pipeline ranks (the default of `pipeline_parallel_microbatches`),
+    thus one without stages.
     """
-    gpus, batch, micro = int(row["gpus"]), int(row["global_batch"]), int(row["microbatch"] or 1)
+    gpus, batch = int(row["gpus"]), int(row["global_batch"])
     tensor, stages, sequence = (int(row[key]) for key in ("tp", "pp", "cp"))
     data = gpus // (tensor * stages * sequence)
+    is_torchtitan = row["source"].startswith(_TORCHTITAN)
+    micro = int(row["microbatch"] or (max(1, batch // max(1, data * stages)) if is_torchtitan else 1))
     chunks = int(row["vp"] or 1) if row["vp"] or "interleaved" not in row["technique"] else 2
     of_data = data * micro
     if data * tensor * stages * sequence != gpus or batch % of_data:
@@ -81,7 +94,7 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         tensor,
         stages,
         num_microbatches=batch // of_data,
-        flavour="zero3" if int(row["fsdp"]) else "zero2",
+        flavour="zero3" if int(row["fsdp"]) and stages == 1 else "zero2",
         recomputed={"none": "none", "selective": "half", "full": "all"}[row["recompute"]],
         chunks=chunks,
         are_sends_split=tensor > 1,
