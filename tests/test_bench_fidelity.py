@@ -17,6 +17,7 @@ from bench.fidelity.published_rows import a800_rows, v100_rows
 from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
 from bench.fidelity.sources import SOURCES
 from bench.fidelity.written_plans import HostUpdate, Library, WrittenPlan, on_cluster, staged, step_s
+from bench.published import CLUSTER, measure
 
 PAIRS = [Pair("a", 1.0, 1.1), Pair("a", 2.0, 1.0), Pair("b", 4.0, 4.0), Pair("b", 5.0, 3.0)]
 
@@ -282,18 +283,25 @@ def test_models_on_h100_have_the_published_numbers_of_parameters(model):
 
 def test_letters_of_a_published_plan_are_its_mesh_and_stages():
     row = _h100_row("gpt-oss-120b", tp="2", pp="4", vp="2", ep="4", fsdp="8", global_batch="64")
-    (published,) = h100_rows([row])
-    written = published.written
+    (known,) = h100_rows([row])
+    written = known.written
     assert (written.data, written.tensor, written.stages, written.chunks, written.experts) == (8, 2, 4, 2, 4)
     assert written.num_microbatches == 8 and written.flavour == "zero2" and written.is_sequence_parallel
-    assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in published.name
+    assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in known.name
 
 
 @pytest.mark.parametrize(("pp", "num", "flavour"), [("8", 8, "zero2"), ("1", 1, "zero3")])
 def test_torchtitan_has_as_many_microbatches_as_pipeline_ranks_where_none_are_published(pp, num, flavour):
     columns = {"source": "torchtitan-2024-12", "gpus": str(64 * int(pp)), "global_batch": "256", "microbatch": ""}
-    (published,) = h100_rows([_h100_row("llama3-405b", tp="8", pp=pp, fsdp="8", **columns)])
-    assert (published.written.num_microbatches, published.written.flavour) == (num, flavour)
+    (known,) = h100_rows([_h100_row("llama3-405b", tp="8", pp=pp, fsdp="8", **columns)])
+    assert (known.written.num_microbatches, known.written.flavour) == (num, flavour)
+
+
+def test_the_plan_found_is_not_slower_than_the_published_one_and_takes_no_more_memory():
+    (row,) = h100_rows([_h100_row("llama3-8b", gpus="4", global_batch="8", fsdp="4", sequence="512")])
+    found = measure("few layers", replace(row.written, num_layers=4))
+    assert found["found"]["step_s"] <= found["published"]["step_s"] * (1 + 1e-9)
+    assert found["found"]["gib"] <= max(found["published"]["gib"], 0.9 * CLUSTER.memory_bytes / 2**30)
 
 
 @pytest.mark.parametrize(
