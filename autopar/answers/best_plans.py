@@ -137,7 +137,7 @@ def _stored(plan: AnyPlan) -> dict[str, Layout]:
 
 
 def _divided(plan: AnyPlan, named: Mapping[str, tuple[str, ...]]) -> Any:
-    """What makes plans different: the stages, and the numbers of parts of most of each class."""
+    """The stages, and the numbers of parts of most of each class: plans that share them count as one."""
     parts = _num_parts(plan)
     known = ([name for name in names if name in parts] for names in named.values())
     return _stages(plan), tuple(_usual(parts, names) if names else 0 for names in known)

@@ -178,7 +178,7 @@ def _planned(
 
 
 def _begin(traced: bytes) -> None:
-    """What a worker does first."""
+    """Begin a worker, with the graphs that its parent has traced, pickled."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it as well as its parent, which ends it
     with warnings.catch_warnings():  # torch warns when it reads the structure of arguments that it has written
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec")
