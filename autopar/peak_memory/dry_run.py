@@ -118,7 +118,7 @@ class _Away(Offload):
         return torch.empty(0)
 
     def _bring(self, copy: Any) -> torch.Tensor:
-        return torch.empty(copy.num_bytes, dtype=torch.uint8)
+        return torch.empty(copy.num_bytes, dtype=torch.uint8, device=copy.device)  # backward leaves the default device
 
 
 def _seen_first(sizes: tuple[int, ...]) -> tuple[int, ...]:

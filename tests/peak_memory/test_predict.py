@@ -4,12 +4,17 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.training import Training
 from autopar.ir.folding.fold import fold
 from autopar.ir.split_stages import cut_points
+from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from autopar.peak_memory.predict import predict_peak, predict_peaks
+from autopar.peak_memory.predict import predict_peak, predict_peaks, rank_peaks
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
@@ -106,6 +111,25 @@ def test_an_offloaded_layer_keeps_nothing():
         assignment = replace(data_parallel(graph, I, recomputed=again), offloaded=LAYERS)
         found = predict_peak(graph, MESH, assignment)
         assert dict(found.phases)["0F0"] == found.stored_bytes + transient * PART
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).float().sum()
+
+
+def test_what_is_fetched_from_the_host_is_where_the_kernels_of_a_gpu_are():
+    """Backward runs outside of the default device; FlashAttention's refuses operands on another device."""
+    graph = trace(_Attention().to("meta"), (torch.empty(4, 8, 32, dtype=torch.bfloat16, device="meta"),), {})
+    assignment = hand_plan(parse_hand_plan("ddp", MESH), graph, fold(graph), annotate(graph, MESH), MESH)
+    assignment = replace(assignment, offloaded=(tuple(op.name for op in graph.ops),))
+    plan = plan_of(graph, assignment, MESH, PRESETS["h100"])
+    assert rank_peaks(plan)[0] > 0
 
 
 def test_the_optimizer_counts():
