@@ -56,7 +56,7 @@ LINKS = table(
 )
 STEPS = table(
     "Steps of a GPT of 8 M parameters",
-    ("row", "ranks", "without, s", "with, s", "ratio", "lower quartile", "upper quartile"),
+    ("row", "ranks", "without, s", "with, s", "ratio", "lower quartile", "upper quartile", "thread's CPU, ratio"),
     ("saves beside steps, 1 rank", "saves beside steps, 2 ranks", "logical ranks beside DDP, 4 ranks"),
 )
 
@@ -167,14 +167,16 @@ def steps(what: str, num_ranks: int) -> Row:
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     seconds = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("seconds "))[8:])
-    low, middle, high = quantiles((b / a for a, b in zip(seconds["without"], seconds["with"])), n=4)
+    (walls, of_cpu), (walls_with, of_cpu_with) = (zip(*seconds[way]) for way in ("without", "with"))
+    low, middle, high = quantiles((b / a for a, b in zip(walls, walls_with)), n=4)
     return {
         "ranks": num_ranks,
-        "without, s": median(seconds["without"]),
-        "with, s": median(seconds["with"]),
+        "without, s": median(walls),
+        "with, s": median(walls_with),
         "ratio": middle,
         "lower quartile": low,
         "upper quartile": high,
+        "thread's CPU, ratio": median(b / a for a, b in zip(of_cpu, of_cpu_with)),
     }
 
 

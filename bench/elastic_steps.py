@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 bench/elastic_steps.py saves|logical
 
 Two ways take turns, so that what else the machine does falls on both alike; the first rank prints the seconds of each
-turn as JSON.
+turn as JSON, and those of the processor in the thread that trains.
 """
 
 import copy
@@ -25,6 +25,7 @@ from bench.models import GPT
 
 SEQUENCE, ROWS = 128, 4  # of a rank
 TURNS, STEPS, SAVE_EVERY = 5, 20, 10
+Seconds = tuple[float, float]  # by the clock, and of the processor in the thread that trains
 
 
 def network() -> torch.nn.Module:
@@ -38,25 +39,25 @@ def batch(rows: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randint(256, (rows, SEQUENCE), generator=torch.Generator().manual_seed(1)) for _ in range(2))
 
 
-def saves(num_ranks: int) -> dict[str, list[float]]:
+def saves(num_ranks: int) -> dict[str, list[Seconds]]:
     """Seconds of turns of steps, without and with a save within."""
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
     tokens = batch(ROWS * num_ranks)
     model = autopar.compile(network(), mesh, args=tokens, cluster="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def turn(folder: Path, save_every: int) -> float:
-        start_s = end_s = 0.0
+    def turn(folder: Path, save_every: int) -> Seconds:
+        start_s = end_s = 0.0, 0.0
         with autopar.elastic.Run(folder, save_every=save_every) as run:
             for step in run.steps(STEPS + 1, model, optimizer):  # the last one is not timed: all is saved behind it
-                now_s = time.perf_counter()
+                now_s = time.perf_counter(), time.thread_time()
                 start_s, end_s = start_s if step else now_s, now_s
                 model.train_step(*tokens)
                 optimizer.step()
                 optimizer.zero_grad()
-        return end_s - start_s
+        return end_s[0] - start_s[0], end_s[1] - start_s[1]
 
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    found: dict[str, list[Seconds]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as name:
         for number in range(TURNS + 1):
             for way, save_every in (("without", 10**6), ("with", SAVE_EVERY)):
@@ -73,7 +74,7 @@ def _shared(folder: Path) -> Path:
     return Path(named[0])
 
 
-def logical(num_ranks: int) -> dict[str, list[float]]:
+def logical(num_ranks: int) -> dict[str, list[Seconds]]:
     """Seconds of turns of steps, by DistributedDataParallel and by as many logical ranks as there are ranks."""
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
     original, tokens = network(), batch(ROWS * num_ranks)
@@ -84,16 +85,16 @@ def logical(num_ranks: int) -> dict[str, list[float]]:
         "without": _stepping(replicated, lambda: replicated(*own).backward()),
         "with": _stepping(compiled, lambda: compiled.train_step(*tokens)),
     }
-    found: dict[str, list[float]] = {way: [] for way in steps}
+    found: dict[str, list[Seconds]] = {way: [] for way in steps}
     for number in range(TURNS + 1):
         for way, step in steps.items():
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s = time.perf_counter(), time.thread_time()
             for _ in range(STEPS // 4):
                 step()
             dist.barrier()
             if number:
-                found[way].append(time.perf_counter() - start_s)
+                found[way].append((time.perf_counter() - start_s[0], time.thread_time() - start_s[1]))
     return found
 
 

@@ -12,16 +12,18 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from autopar.elastic.checkpoints import DamagedCheckpoint, Manifest, commit, drop_older, fingerprint_file, partial_path
 from autopar.elastic.lease import Lease, LeaseLost
-from autopar.elastic.run_state import RunState, save_others
+from autopar.elastic.run_state import RunState, save_others, without_values
+from autopar.elastic.state_copy import StateCopy
 from autopar.errors import AutoparError, warn
 
 
 class BackgroundSave:
     """Saves into `folder`, one at a time; every rank calls it alike. `lease`: on the first rank.
 
-    `start` copies the state, which is all that delays a step; a thread writes it, reads it back, and the first rank
-    makes it the newest checkpoint and drops those before the last `keep`. The ranks' threads talk on `group`, which
-    nothing else uses. A save that fails (a full disk) leaves nothing, is told, and training goes on.
+    `start` copies the state into memory that is kept for that, which is all that delays a step; a thread writes it,
+    reads it back, and the first rank makes it the newest checkpoint and drops those before the last `keep`. The ranks'
+    threads talk on `group`, which nothing else uses. A save that fails (a full disk) leaves nothing, is told, and
+    training goes on.
     """
 
     def __init__(self, folder: Path, lease: Lease | None, keep: int) -> None:
@@ -31,6 +33,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._step = -1
+        self._copy = StateCopy()
 
     @property
     def is_busy(self) -> bool:
@@ -45,9 +48,9 @@ class BackgroundSave:
         self.finish()
         others = state.write_others(control)
         path = partial_path(self.folder, manifest.step, token)
-        writing = dcp.async_save(state.tensors(), storage_writer=FileSystemWriter(path), process_group=self.group)
-        self._step = manifest.step
-        arguments = (writing, path, others, manifest)
+        self._step, tensors = manifest.step, state.tensors()
+        values = without_values(tensors)
+        arguments = ((self._copy.take(tensors), values, others), path, manifest)
         self._thread = threading.Thread(target=self._complete, args=arguments, daemon=True, name="autopar save")
         self._thread.start()
 
@@ -70,10 +73,10 @@ class BackgroundSave:
         """Why the last save failed; None if it did not."""
         return self._failure
 
-    def _complete(self, writing: Any, path: Path, others: bytes | None, manifest: Manifest) -> None:
+    def _complete(self, content: tuple[Any, dict[str, Any], bytes | None], path: Path, manifest: Manifest) -> None:
         """The rest of a save, in a thread of each rank."""
         try:
-            self._failure = self._committed(_files(writing, path, others), path, manifest)
+            self._failure = self._committed(self._files(*content, path), path, manifest)
         except BaseException as error:  # of a connection: another rank died, and torchrun ends this one
             self._failure = error
 
@@ -100,20 +103,23 @@ class BackgroundSave:
             return error
         return None
 
-
-def _files(writing: Any, path: Path, others: bytes | None) -> dict[str, list] | Exception:
-    """Name -> [bytes, sha256] of the files that this rank wrote, read back; the error if it could not."""
-    try:
-        writing.result()
-        if others is not None:
-            save_others(others, path)
-        # torch names a rank's files after it; the first rank also writes what is there once
-        mine = [file for file in path.iterdir() if file.name.startswith(f"__{dist.get_rank()}_")]
-        if others is not None:
-            mine += [file for file in path.iterdir() if not file.name.startswith("__")]
-        return {file.name: fingerprint_file(file) for file in mine}
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        return AutoparError(f"rank {dist.get_rank()}: {type(error).__name__}: {_first_line(error)}")
+    def _files(
+        self, tensors: Any, values: dict[str, Any], others: bytes | None, path: Path
+    ) -> dict[str, list] | Exception:
+        """Name -> [bytes, sha256] of the files that this rank writes, read back; the error if it could not."""
+        try:
+            dcp.save(tensors, storage_writer=FileSystemWriter(path), process_group=self.group)
+            ranks: list[Any] | None = None if others is None else [None] * dist.get_world_size()
+            dist.gather_object(values, ranks, dst=0, group=self.group)
+            if others is not None and ranks is not None:
+                save_others(others, {name: x for own in ranks for name, x in own.items()}, path)
+            # torch names a rank's files after it; the first rank also writes what is there once
+            mine = [file for file in path.iterdir() if file.name.startswith(f"__{dist.get_rank()}_")]
+            if others is not None:
+                mine += [file for file in path.iterdir() if not file.name.startswith("__")]
+            return {file.name: fingerprint_file(file) for file in mine}
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            return AutoparError(f"rank {dist.get_rank()}: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

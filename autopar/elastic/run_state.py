@@ -28,7 +28,7 @@ from autopar.torch_compat import pytree
 
 # By name and not by number, so that stages and other orders of the parameters load it.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-_OTHERS = "others.pt"
+_OTHERS, _VALUES = "others.pt", "values.pt"
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,17 @@ class RunState:
         return {name: [list(x.shape), str(x.dtype)] for name, x in state.items() if isinstance(x, torch.Tensor)}
 
     def put_tensors(self, path: Path, group: dist.ProcessGroup | None) -> None:
-        """Read this rank's parts of all tensors of a checkpoint."""
+        """Read this rank's parts of all tensors of a checkpoint, and the optimizer's other values."""
         state = self.tensors()
+        values = without_values(state)
         dcp.load(state, checkpoint_id=path, process_group=group)
+        saved = torch.load(path / _VALUES, weights_only=False)
+        if missing := [name for name in values if name not in saved]:
+            raise AutoparError(
+                f"the checkpoint {path} has no {missing[0]} of the optimizer, nor {len(missing) - 1} more: make the"
+                " optimizer as it was, or give another folder"
+            )
+        state["optimizer"] |= {name: saved[name] for name in values}
         set_state_dict(
             self.model,
             self.optimizers,
@@ -126,10 +134,22 @@ class RunState:
         return {name: item for name, item in self.others.items() if isinstance(item, nn.Module)}
 
 
-def save_others(content: bytes, path: Path) -> None:
-    """Write the content that `write_others` gave into the folder of a checkpoint."""
+def without_values(state: dict[str, Any]) -> dict[str, Any]:
+    """Take what is no tensor out of the optimizer's state, by name: learning rates and the like of each parameter.
+
+    As items of a checkpoint each would be written as a file of its own within a file, which takes longer than all
+    tensors and holds Python's lock, so that training waits.
+    """
+    values = {name: x for name, x in state["optimizer"].items() if not isinstance(x, torch.Tensor)}
+    state["optimizer"] = {name: x for name, x in state["optimizer"].items() if name not in values}
+    return values
+
+
+def save_others(content: bytes, values: dict[str, Any], path: Path) -> None:
+    """Write the content that `write_others` gave, and the `values` of all ranks, into the folder of a checkpoint."""
     path.mkdir(parents=True, exist_ok=True)
     (path / _OTHERS).write_bytes(content)
+    torch.save(values, path / _VALUES)
 
 
 def check_same_model(path: Path, manifest: Manifest, shapes: Mapping[str, Any], global_batch: int | None) -> None:
