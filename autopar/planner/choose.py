@@ -13,11 +13,11 @@ from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
+from autopar.planner.groups_in_microbatches import plan_on_groups
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.layouts.tie import fit_error
 from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stages
 from autopar.planner.request import ANYTHING, PlanRequest
-from autopar.planner.unequal_devices import plan_on_groups
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.proof.unknown_ops import with_unknown_ops
@@ -63,7 +63,7 @@ def choose_plan(
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
     ways = _ways(graph, mesh, cluster, request)
-    whole: Plan | None = None
+    whole: Plan | StagedPlan | None = None
     staged: Plan | StagedPlan | None = None
     failures: dict[Way, AutoparError] = {}
     budget.show("graph", graph)
@@ -130,12 +130,14 @@ def _to_beat_s(staged: Plan | StagedPlan | None, mesh: Mesh | Devices, cluster: 
     return math.inf if staged is None or is_one_node else staged.step_s
 
 
-def _binds(plan: Plan) -> bool:
+def _binds(plan: Plan | StagedPlan) -> bool:
     """Whether the plan fills its memory limit, so that saving memory may give a faster one."""
-    return plan.costs.total_memory_bytes > (1 - _FREE) * plan.memory_limit_bytes
+    return max(plan.memory_bytes) > (1 - _FREE) * plan.memory_limit_bytes
 
 
-def _better(whole: Plan | None, staged: Plan | StagedPlan | None, cluster: Cluster) -> Plan | StagedPlan | None:
+def _better(
+    whole: Plan | StagedPlan | None, staged: Plan | StagedPlan | None, cluster: Cluster
+) -> Plan | StagedPlan | None:
     """The plan in stages if it gains enough, more than the prices' error, else the other; None if there is none."""
     if whole is None or staged is None:
         return whole or staged

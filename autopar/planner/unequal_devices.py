@@ -16,8 +16,8 @@ import torch
 from autopar.costmodel.cluster.device_groups import ranks_of, seen_by
 from autopar.costmodel.cluster.hardware import Cluster, DeviceGroups
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.work_bound import speeds_floor_s, work_s
-from autopar.errors import AutoparError, InfeasibleError, MeshError
+from autopar.costmodel.work_bound import work_s
+from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
@@ -43,25 +43,18 @@ _SHARE_OF_SEARCH = 0.5
 _FEWER = 0.85
 
 
-def plan_on_groups(
+def best_on_groups(
     graph: Graph,
     mesh: Mesh | Devices,
     cluster: Cluster,
     request: PlanRequest,
     *,
-    to_beat_s: float = math.inf,
     budget: Budget,
-    predict: Predict | None = None,
-) -> Plan:
-    """The best plan found on all devices of a cluster of groups, without stages and microbatches.
-
-    `mesh`: the groups lie along its first axis; an open one is tried as one axis, and with a second one within the
-    nodes of all groups. Its lower bound holds for all plans on these devices. InfeasibleError if no shares fit in every
-    group's memory; MeshError or AutoparError for what is not planned on groups.
-    """
-    assert cluster.groups is not None, "a cluster of groups"
-    _check(mesh, cluster, request)
+    predict: Predict | None,
+) -> tuple[Plan, bool]:
+    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows."""
     best: Plan | None = None
+    is_capped = False
     failure: InfeasibleError | None = None
     meshes = list(_meshes(mesh, cluster))
     for number, one in enumerate(meshes):
@@ -69,27 +62,17 @@ def plan_on_groups(
             break
         part = budget.part(1 / (len(meshes) - number))
         try:
-            plan = _OnMesh(graph, one, cluster, request, part, predict).best()
+            search = _OnMesh(graph, one, cluster, request, part, predict)
+            plan = search.best()
         except InfeasibleError as error:
             failure = error
             continue
         if best is None or plan.step_s < best.step_s:
-            best = plan
+            best, is_capped = plan, search.is_capped
     if best is None:
         assert failure is not None, "there is a mesh"
         raise failure
-    floor_s = speeds_floor_s(graph, cluster.groups, request.training)
-    return replace(best, lower_bound_s=floor_s, bound_of=ANY_SHARES, timings=budget.timings)
-
-
-def _check(mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> None:
-    if not request.is_open and request.num_microbatches != 1:
-        raise AutoparError(
-            f"on a cluster of groups of devices ({cluster.name}) shares of the batch are planned without microbatches;"
-            f" found num_microbatches={request.num_microbatches}, schedule={request.schedule}: leave them out, or take"
-            " a mesh with stages, e.g. pp=2,dp=4"
-        )
-    check_groups(mesh, cluster)
+    return best, is_capped
 
 
 def check_groups(mesh: Mesh | Devices, cluster: Cluster) -> None:
@@ -138,6 +121,7 @@ class _OnMesh:
     predict: Predict | None
     most_rows: dict[int, int] = field(default_factory=dict)
     exceeded: int = 0
+    is_capped: bool = False  # memory keeps a group from having the rows that its speed asks for
 
     @cached_property
     def groups(self) -> DeviceGroups:
@@ -188,7 +172,7 @@ class _OnMesh:
         most = max(sizes[rank] for rank in self.ranks[error.group]) if sizes else 1
         if self.mesh.shares or most <= 1 or self.budget.is_spent:
             raise error.reason
-        self.most_rows[error.group] = min(most - 1, int(_FEWER * most))
+        self.most_rows[error.group], self.is_capped = min(most - 1, int(_FEWER * most)), True
         try:
             return self._shares([DeviceSpeed(row_s) for row_s in self._rows_s])
         except InfeasibleError:
@@ -218,6 +202,7 @@ class _OnMesh:
             for _ in own
         ]
         sizes = list(best_shares(self.num_rows, devices).sizes)
+        self.is_capped |= any(size == device.most_rows for size, device in zip(sizes, devices))
         for rank in (rank for rank, size in enumerate(sizes) if not size):
             sizes[sizes.index(max(sizes))] -= 1
             sizes[rank] = 1
@@ -258,7 +243,7 @@ class _OnMesh:
     def _views(self, plan: Plan) -> Iterator[Plan]:
         """The plan as each group sees it, with its memory limit."""
         for group in range(len(self.groups.members)):
-            mesh, there = view_of(_plain(plan.mesh), self.cluster, group), seen_by(self.cluster, group)
+            mesh, there = view_of(plain(plan.mesh), self.cluster, group), seen_by(self.cluster, group)
             choices = in_shares(plan.assignment, dict(mesh.shares)) if mesh.shares else plan.assignment
             limit = {"memory_limit_bytes": self._limit(group), "training": plan.training}
             yield plan_of(self.graph, choices, mesh, there, **limit)
@@ -350,6 +335,6 @@ class _TooMany(Exception):
         self.group, self.reason = group, reason
 
 
-def _plain(mesh: Mesh) -> Mesh:
+def plain(mesh: Mesh) -> Mesh:
     """`mesh` with its shares as no rank in particular sees them."""
     return replace(mesh, shares=tuple((axis, tuple(rows)) for axis, rows in mesh.shares))

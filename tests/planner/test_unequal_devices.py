@@ -13,6 +13,7 @@ from autopar.costmodel.cluster.device_groups import joined, seen_by
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.work_bound import floor_s, speeds_floor_s
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
@@ -24,8 +25,10 @@ from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
+from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.seen_rank import in_shares, seen_by_all, view_of
+from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.candidates import annotate
 from autopar.search.table import cost_of
 from tests.runtime.training import plan_called, random_assignment
@@ -187,7 +190,6 @@ def test_a_plan_on_groups_survives_its_file_and_tells_of_them() -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
-        ("dp=4", {"num_microbatches": 2}, "without microbatches"),
         ("dp=8", {}, "has 4 devices, the mesh is dp=8"),
         ("nodes=2,devices=2", {}, "nodes as they are"),
         ("dp=4", {"shares": (8, 8, 8, 7)}, "31 rows, the batch has 32"),
@@ -214,3 +216,32 @@ def test_a_hand_plan_on_groups_has_equal_parts_at_the_price_of_the_slowest() -> 
         plan.costs.compute_forward_s
         == named_plan("ddp", model, graph, mesh, SLOW, PlanRequest()).costs.compute_forward_s
     )
+
+
+class Deep(nn.Module):
+    """Many activations beside few parameters; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(x), y)
+
+
+def test_where_memory_caps_a_groups_rows_more_microbatches_give_it_those_that_its_speed_asks_for() -> None:
+    with torch.device("meta"):
+        model, example = Deep(), (torch.randn(1024, 64), torch.randn(1024, 64))
+    asked = {"cluster": two(), "args": example, "memory_limit_bytes": 3_780_000}
+    whole = autopar.plan(model, "dp=4", num_microbatches=1, **asked)
+    found = autopar.plan(model, "dp=4", **asked)
+    assert isinstance(found, StagedPlan) and found.schedule.num_microbatches == 2
+    assert found.step_s < 0.7 * whole.step_s and found.step_s < 1.02 * found.lower_bound_s
+    ((_, (fast, _, slow, _)),) = found.mesh.shares
+    ((_, (capped, *_)),) = whole.mesh.shares
+    assert fast > capped and 3.5 < fast / slow < 4.5 and fast % 2 == slow % 2 == 0
+    assert max(found.peak_bytes) <= 3_780_000
+    graph = trace(skeleton(model), example, {})
+    again = staged_plan.loads(found.dumps(), graph, Mesh((4,), ("dp",)))
+    assert again.mesh.shares == found.mesh.shares and again.step_s == found.step_s
+    assert autopar.plan(model, "dp=4", **asked | {"num_microbatches": 4}).mesh.shares[0][1][0] % 4 == 0

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.costmodel.cluster.device_groups import joined
-from autopar.costmodel.cluster.load_cluster import LinkLevel, load_cluster
+from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, load_cluster
 from tests.workers import device_mesh
 
 
@@ -77,12 +77,17 @@ def in_shares(shape: tuple[int, ...], shares: tuple[int, ...], sizes: Sequence[i
     return {"difference": differ(found, trained(net(), batches)), "layouts": layouts, "rows": rows}
 
 
-def on_groups(counts: tuple[int, int], slower: float, rows: int) -> dict[str, Any]:
-    """On every rank: train on devices of two groups, of which the second is slower, and compare with one device."""
+def two_groups(counts: tuple[int, int], slower: float) -> Cluster:
+    """Two groups of devices, of which the second is slower, with links that cost nothing between them."""
     fast = load_cluster("cpu")
     slow = replace(fast, name="slow", flops_per_s={"float32": fast.flops_per_s["float32"] / slower})
     slow = replace(slow, memory_bandwidth_bytes_per_s=fast.memory_bandwidth_bytes_per_s / slower)
-    cluster = joined([(counts[0], fast), (counts[1], slow)], LinkLevel(0, 1e-9, 1e12))
+    return joined([(counts[0], fast), (counts[1], slow)], LinkLevel(0, 1e-9, 1e12))
+
+
+def on_groups(counts: tuple[int, int], slower: float, rows: int) -> dict[str, Any]:
+    """On every rank: train on devices of two groups, of which the second is slower, and compare with one device."""
+    cluster = two_groups(counts, slower)
     batches, mesh = [batch_of(rows, seed) for seed in range(2)], device_mesh((sum(counts),), ("dp",))
     model = autopar.compile(net(), mesh, args=batches[0], cluster=cluster)
     found = trained(model, batches)

@@ -14,7 +14,7 @@ from autopar.plans import staged_plan
 from autopar.plans.resplit import resplit_stages
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.balance.balance_shares import share_anew
-from tests.runtime.shares_model import differ
+from tests.runtime.shares_model import differ, two_groups
 from tests.runtime.staged import (
     compared,
     gradients,
@@ -179,3 +179,25 @@ def of_other_sizes(mesh: str, sizes: tuple[int, ...], shares: tuple[int, ...], b
 def test_batches_of_other_sizes_and_parts_of_ranks(ranks4: Ranks, mesh: str) -> None:
     assert max(ranks4.run(of_other_sizes, mesh, (8, 8, 12, 7, 1), (6, 2), "global")) < 1e-11
     assert max(ranks4.run(of_other_sizes, mesh, (8, 8), (6, 2), "local")) < 1e-11
+
+
+def accumulated_on_groups(counts: tuple[int, int], slower: float, rows: int) -> dict[str, Any]:
+    """On every rank: steps in two microbatches on devices of two groups, of which the second is slower."""
+    cluster = two_groups(counts, slower)
+    case, alone = sample("odd", batch=rows), sample("odd", batch=rows)
+    asked: dict[str, Any] = {"args": case.args, "loss_fn": case.loss_fn, "cluster": cluster, "num_microbatches": 2}
+    model = autopar.compile(case.model, device_mesh((sum(counts),), ("dp",)), **asked)
+    assert alone.loss_fn is not None, "the case has one"
+    found = model.train_step(*case.args)
+    loss = alone.loss_fn(alone.model(*alone.args[:-1]), alone.args[-1])
+    loss.backward()
+    own, truth = gradients(model), gradients(alone.model)
+    difference = differ([found, *own.values()], [loss.detach(), *(truth[name] for name in own)])
+    return {"difference": difference, "shares": [tuple(sizes) for _, sizes in model.plan.mesh.shares]}
+
+
+@pytest.mark.multirank
+def test_groups_of_devices_accumulate(ranks4: Ranks) -> None:
+    for found in ranks4.run(accumulated_on_groups, (1, 3), 3.0, 4000):
+        ((fast, *slow),) = found["shares"]
+        assert found["difference"] < 1e-11 and fast > 2 * max(slow) and sum((fast, *slow)) == 4000

@@ -88,8 +88,10 @@ def ranks_of(cluster: Cluster, size: int) -> tuple[range, ...]:
 
 
 def cluster_of_rank(cluster: Cluster, rank: int, num_ranks: int) -> Cluster:
-    """The cluster of the devices of a rank of the pipeline: of its group; `cluster` if all devices are alike."""
-    if cluster.groups is None:
+    """The cluster of the devices of a rank of the pipeline: of its group; `cluster` if all devices are alike, or there
+    is one rank, which has all.
+    """
+    if cluster.groups is None or num_ranks == 1:
         return cluster
     group = next(number for number, ranks in enumerate(ranks_of(cluster, num_ranks)) if rank in ranks)
     return cluster.groups.members[group][1]

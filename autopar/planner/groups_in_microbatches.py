@@ -1,0 +1,106 @@
+"""`plan_on_groups`: the plan for groups of devices that differ, in as many microbatches as their memory asks for."""
+
+import math
+from dataclasses import replace
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.work_bound import speeds_floor_s
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph, Value
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.mesh import Devices, Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.fit_memory import Predict
+from autopar.planner.request import PlanRequest
+from autopar.planner.unequal_devices import ANY_SHARES, best_on_groups, check_groups, plain
+from autopar.plans.plan import Plan
+from autopar.plans.resplit import resplit
+from autopar.plans.staged_plan import StagedPlan, stage_graphs
+from autopar.sbp.microbatch.microbatch_graph import microbatch_counts
+from autopar.schedule.orders import Schedule
+
+# The share of the time left for each number of microbatches but the last.
+_SHARE_OF_COUNT = 0.5
+
+
+def plan_on_groups(
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest,
+    *,
+    to_beat_s: float = math.inf,
+    budget: Budget,
+    predict: Predict | None = None,
+) -> Plan | StagedPlan:
+    """The best plan found on all devices of a cluster of groups, without stages.
+
+    More microbatches are tried as long as memory keeps a group from having the rows that its speed asks for, and they
+    gain. `mesh`: the groups lie along its first axis; an open one is tried as one axis, and with a second one within
+    the nodes of all groups. Its lower bound holds for all plans on these devices. InfeasibleError if no shares fit in
+    every group's memory; MeshError for a mesh that the groups do not lie on.
+    """
+    assert cluster.groups is not None, "a cluster of groups"
+    check_groups(mesh, cluster)
+    counts, best, refused = _counts(graph, request), None, None
+    floor_s = speeds_floor_s(graph, cluster.groups, request.training)
+    for number, count in enumerate(counts):
+        if number and budget.is_spent:
+            break
+        part = budget.part(_SHARE_OF_COUNT if number + 1 < len(counts) else 1.0)
+        try:
+            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, part, predict)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        if best is not None and found.step_s >= best.step_s:
+            break
+        best = found
+        if not is_capped:
+            break
+    if best is None:
+        assert refused is not None, "there is a number of microbatches"
+        raise refused
+    return replace(best, lower_bound_s=min(floor_s, best.step_s), bound_of=ANY_SHARES, timings=budget.timings)
+
+
+def _counts(graph: Graph, request: PlanRequest) -> tuple[int, ...]:
+    """The numbers of microbatches to try."""
+    if request.num_microbatches is not None or not request.trains:
+        return (request.num_microbatches or 1,)
+    counts = microbatch_counts(graph.once(loss_only)) if any(map(_is_loss, graph.outputs)) else (1,)
+    return tuple(count for count in counts if count & (count - 1) == 0)
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, Value) and value.needs_grad and not value.shape
+
+
+def _in_microbatches(
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest,
+    count: int,
+    budget: Budget,
+    predict: Predict | None,
+) -> tuple[Plan | StagedPlan, bool]:
+    """The best plan in so many microbatches, and whether memory holds it back: each is planned as a batch, and the
+    shares are those of all.
+    """
+    if count == 1:
+        return best_on_groups(graph, mesh, cluster, request, budget=budget, predict=predict)
+    _, (stage,) = stage_graphs(graph, (), count)
+    training, schedule = request.training.staged(count, 1), Schedule("accumulate", 1, 1, count)
+
+    def whole(plan: Plan) -> StagedPlan:
+        place = plain(plan.mesh), plan.cluster, training, plan.memory_limit_bytes
+        told = {"found_by": plan.found_by, "hand": plan.hand, "peak_bytes": plan.peak_bytes}
+        return StagedPlan(*place, graph, schedule, (), (plan,), **told)
+
+    peaks = None if predict is None else lambda plan: predict(whole(plan))
+    one = replace(request, training=training)
+    found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, budget=budget, predict=peaks)
+    ((_, rows),) = found.mesh.shares or ((0, ()),)
+    of_batch = resplit(found, tuple(count * size for size in rows))
+    return whole(replace(of_batch, hand=found.hand, peak_bytes=found.peak_bytes)), is_capped
