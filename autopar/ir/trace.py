@@ -18,6 +18,7 @@ from autopar.ir.export.run_export import export
 from autopar.ir.graph import Graph
 from autopar.ir.guards.add_guards import has_sizes_of_values, with_guards
 from autopar.ir.guards.answers_as_run import masks_as_run
+from autopar.ir.loops.guess_steps import with_guessed_steps
 from autopar.ir.masks.reduce_rows import NotByRow, reduce_rows
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.outline.inline_bodies import expander
@@ -32,7 +33,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
     The model may be on the meta device. Tensors become inputs of fixed shape, all other leaves constants of the graph;
     the order of keywords does not matter. TraceError names the line of the model.
     """
-    return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
+    return with_guessed_steps(lambda: normalise(to_graph(model, args, dict(sorted(kwargs.items())))))
 
 
 def to_graph(

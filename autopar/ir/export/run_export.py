@@ -27,6 +27,7 @@ from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
 from autopar.ir.kept_attributes import keeping_no_state
+from autopar.ir.loops.guess_steps import steps_guessed
 from autopar.torch_compat import FakeTensor, pytree
 
 # Number of a leaf of (args, kwargs) -> its dims whose sizes are symbols in the exported program.
@@ -79,7 +80,7 @@ def _decided_by_example(
     known = KnownValues(model, args, kwargs, takes_integers=False)
 
     def exported(known: KnownValues) -> ExportedProgram:
-        with known.active():
+        with known.active(), steps_guessed(model):
             rows = _rows_kept(known, idle, picks)
             return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None, rows))
 

@@ -12,6 +12,7 @@ from autopar.ir.folding.match_blocks import Source, Wiring, wire
 from autopar.ir.folding.periods import PeriodicRun, find_runs
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Op
+from autopar.ir.loops.advance_op import ADVANCE
 from autopar.ir.op_facts import is_random
 
 # Shorter loops stay written out: their steps may be split in ways that need communication within a step, and layers
@@ -27,7 +28,7 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class StepLoop:
-    """`steps` copies of `block` ops from op `first` on.
+    """`steps` copies of `block` ops from op `first` on, of which the first `num_traced` are in the graph.
 
     places: for each op of a step but the first, where each of its inputs is from. stride: by how much the index of each
     slice, by the place in the first step, changes from step to step.
@@ -39,10 +40,11 @@ class StepLoop:
     places: tuple[tuple[Place, ...], ...]
     initial: tuple[tuple[Source, ...], ...]  # the sources of the first step
     strides: dict[tuple[int, int], int]  # (op of a step, input) -> stride
+    num_traced: int
 
     @property
     def stop(self) -> int:
-        return self.first + self.block * self.steps
+        return self.first + self.block * self.num_traced
 
 
 def find_loops(graph: Graph) -> list[StepLoop]:
@@ -78,12 +80,18 @@ def _loop_in(graph: Graph, wiring: Wiring, run: PeriodicRun) -> StepLoop | None:
     if any(map(_stays, ops)) or len({op.is_no_grad for op in ops}) > 1:
         return None
     starts = range(run.start, run.start + min(run.period, run.stop - run.start - run.period))
+    if graph.once(_is_cut_short):  # where the trace of a loop ends, so does a step
+        starts = range(run.start + (run.stop - run.start) % run.period, run.stop)[:1]
     best: StepLoop | None = None
     for first in sorted(starts, key=lambda first: (wiring.num_alive[first + run.period], first))[:8]:
         loop = _steps_from(graph, wiring, first, run.period, (run.stop - first) // run.period)
         if loop is not None and (best is None or loop.steps > best.steps):
             best = loop
     return best
+
+
+def _is_cut_short(graph: Graph) -> bool:
+    return any(op.target == ADVANCE for op in graph.ops)
 
 
 def _stays(op: Op) -> bool:
@@ -125,7 +133,7 @@ def _longest_at(
     if not _first_slices(graph, wiring, first, steady, strides):
         return None, at + 1
     initial = tuple(wiring.sources[first : first + block])
-    return StepLoop(first, block, steps, steady, initial, strides), at + steps
+    return StepLoop(first, block, steps, steady, initial, strides, steps), at + steps
 
 
 def _places(graph: Graph, wiring: Wiring, first: int, start: int, block: int) -> tuple[tuple[Place, ...], ...] | None:

@@ -1,12 +1,13 @@
 """The pass that makes one op of a loop over steps."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from autopar.ir.folding.match_blocks import Source
 from autopar.ir.graph import Graph, Op, Slot, Value
+from autopar.ir.loops.advanced_steps import advanced, check_all_resolved, check_index
 from autopar.ir.loops.body import LoopBody, named
 from autopar.ir.loops.find_loops import (
     BEFORE,
@@ -21,6 +22,7 @@ from autopar.ir.loops.find_loops import (
     indices,
     source_of,
 )
+from autopar.ir.loops.join_steps import join_steps
 from autopar.ir.loops.plain_slices import plain_slices
 from autopar.ir.loops.scan_op import SCAN
 
@@ -34,15 +36,17 @@ def roll_up(graph: Graph) -> Graph:
     steps; what all steps give out is joined as one tensor. A loop over what another one gives out is found behind it.
     """
     if len(graph.ops) < MIN_STEPS:
+        check_all_resolved(graph)
         return graph
     given, graph = graph, plain_slices(graph)
     while loops := find_loops(graph):
         graph = _Rolling(graph, loops).rolled()
+    check_all_resolved(graph)
     scanned = {value.name for op in graph.ops if op.target == SCAN for value in op.outputs}
     ops = (
         part for op in graph.ops for part in (_selected(op, graph) if scanned & {v.name for v in op.inputs} else (op,))
     )
-    return replace(graph, ops=tuple(ops)) if scanned else given
+    return join_steps(replace(graph, ops=tuple(ops))) if scanned else given
 
 
 def _selected(op: Op, graph: Graph) -> Sequence[Op]:
@@ -70,7 +74,7 @@ class _Rolling:
     """A walk over the graph that writes it anew."""
 
     def __init__(self, graph: Graph, loops: Sequence[StepLoop]) -> None:
-        self.graph, self.loops = graph, loops
+        self.graph, self.advanced = graph, advanced(graph, loops)
         self.names = {name for op in graph.ops for name in (op.name, *(value.name for value in op.outputs))}
         self.names |= {item.value.name for item in graph.inputs}
         self.replaced: dict[str, Value] = {}
@@ -81,7 +85,7 @@ class _Rolling:
 
     def rolled(self) -> Graph:
         """The graph with the loops as ops."""
-        first = {loop.first: loop for loop in self.loops}
+        first = {loop.first: loop for loop in self.advanced.loops}
         number = 0
         while number < len(self.graph.ops):
             if loop := first.get(number):
@@ -132,6 +136,8 @@ class _Rolling:
         return self.parts[whole.name]
 
     def _add(self, op: Op) -> None:
+        if op.name in self.advanced.resolved:
+            return
         if op.target in _JOINS and not op.kwargs and any(value.name in self.stacked for value in op.inputs):
             joined = self._joined(op)
             if joined is not None:
@@ -143,7 +149,7 @@ class _Rolling:
     def _joined(self, op: Op) -> Value | None:
         """The result of `op`, in which the values of all steps stand together; None if they do not."""
         pieces = _pieces(op.inputs, self.stacked)
-        if pieces is None or op.args[0] != tuple(map(Slot, range(len(op.inputs)))):
+        if op.args[0] != tuple(map(Slot, range(len(op.inputs)))):
             return None
         adds_dim, ndim = _JOINS[op.target], len(op.outputs[0].shape)
         dim = (op.args[1] if len(op.args) > 1 else 0) % ndim
@@ -158,7 +164,7 @@ class _Rolling:
             now = self._now(piece)
             shape = (*now.shape[:dim], 1, *now.shape[dim:])
             return self._call(op, "aten.reshape.default", (Slot(0), shape), (now,), shape) if adds_dim else now
-        whole = piece.whole
+        whole = self._rows(op, piece.whole, piece.start, piece.stop)
         if piece.is_reversed:
             whole = self._call(op, "aten.flip.default", (Slot(0), (0,)), (whole,), whole.shape)
         order = (*range(1, dim + 1), 0, *range(dim + 1, len(whole.shape)))
@@ -169,14 +175,21 @@ class _Rolling:
         shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
         return self._call(op, "aten.reshape.default", (Slot(0), shape), (turned,), shape)
 
+    def _rows(self, like: Op, whole: Value, start: int, stop: int) -> Value:
+        """The stacked values of the steps from `start` to `stop`."""
+        if (start, stop) == (0, whole.shape[0]):
+            return whole
+        shape = (stop - start, *whole.shape[1:])
+        return self._call(like, "aten.slice.Tensor", (Slot(0), 0, start, stop), (whole,), shape)
+
     def _add_loop(self, loop: StepLoop) -> None:
         first = self.graph.ops[loop.first]
         body, reads = self._written(loop)
         given_out = self._given_out(loop, reads)
-        last = {place: self._of_step(loop, place, loop.steps - 1) for place in reads.carried}
+        last = {place: self._of_step(loop, place) for place in reads.carried}
         wanted = self._body(loop, body, reads, given_out)
         sources = [loop.initial[number][slot] for number, slot in _first_reads(loop, reads.carried)]
-        slices = [self._slice(key) for key in reads.sliced]
+        slices = [self._slice(key, loop.steps) for key in reads.sliced]
         inputs = tuple(self._now(self._value(source)) for source in sources)
         inputs += (*(value for value, _ in slices), *(self._now(self._value(source)) for source in reads.invariant))
         name = self._unique("scan")
@@ -192,15 +205,24 @@ class _Rolling:
         )
         self.ops.append(Op(name, SCAN, args, (), inputs, outputs, first.is_no_grad, first.module, first.line, True))
         self.makers.update((out.name, self.ops[-1]) for out in outputs)
-        self.replaced.update((value.name, out) for value, out in zip(last.values(), outputs))
+        for place, out in zip(last, outputs):
+            self.replaced.update(dict.fromkeys(self._names(loop, place, loop.steps - 1), out))
         for (place, _), out in zip(given_out, outputs[len(last) :]):
-            each = (self._of_step(loop, place, step).name for step in range(loop.steps))
-            self.stacked.update((one, (out, step, loop.steps)) for step, one in enumerate(each))
+            for step in range(loop.steps):
+                self.stacked.update(dict.fromkeys(self._names(loop, place, step), (out, step, loop.steps)))
+            for name, (of_loop, at, start, stop) in self.advanced.rows.items():
+                if (of_loop, at) == (loop.first, place):
+                    self.replaced[name] = self._rows(self.ops[-1], out, start, stop)
 
-    def _of_step(self, loop: StepLoop, place: tuple[int, int], step: int) -> Value:
+    def _of_step(self, loop: StepLoop, place: tuple[int, int], step: int = 1) -> Value:
         return self.graph.ops[loop.first + step * loop.block + place[0]].outputs[place[1]]
 
-    def _slice(self, key: tuple[Source, int, int, int]) -> tuple[Value, tuple[int, int, int]]:
+    def _names(self, loop: StepLoop, place: tuple[int, int], step: int) -> list[str]:
+        """The names of a value of a step: several of one that was not traced, or none, if nothing reads it."""
+        known = self.advanced.names.get((loop.first, place, step), [])
+        return [self._of_step(loop, place, step).name, *known] if step < loop.num_traced else known
+
+    def _slice(self, key: tuple[Source, int, int, int], steps: int) -> tuple[Value, tuple[int, int, int]]:
         """(the tensor that is sliced, (dim, index in the first step, stride))."""
         (made, index), dim, start, stride = key
         if made >= 0 and self.graph.ops[made].target == UNBIND and dim < 0:
@@ -208,6 +230,7 @@ class _Rolling:
             value, dim = op.inputs[0], op.args[1] if len(op.args) > 1 else 0
         else:
             value = self._value((made, index))
+        check_index(start, stride, steps, value.shape[dim])
         return self._now(value), (dim % len(value.shape), start, stride)
 
     def _written(self, loop: StepLoop) -> tuple[list[Op], _StepInputs]:
@@ -252,26 +275,30 @@ class _Rolling:
 
     def _given_out(self, loop: StepLoop, reads: _StepInputs) -> list[tuple[tuple[int, int], Value]]:
         """(place in a step, value) of all that is read outside of the loop, but for what the last step carries on."""
-        inside = {op.name for op in self.graph.ops[loop.first : loop.stop]}
+        inside = {op.name for op in self.graph.ops[loop.first : loop.stop]} | self.advanced.resolved
         found = []
         for number in range(loop.block):
             for index in range(len(self.graph.ops[loop.first + number].outputs)):
                 steps = {
                     step
                     for step in range(loop.steps)
-                    for use in self.graph.uses.get(self._of_step(loop, (number, index), step).name, ())
+                    for name in self._names(loop, (number, index), step)
+                    for use in self.graph.uses.get(name, ())
                     if use.user not in inside
                 }
-                if steps - ({loop.steps - 1} if (number, index) in reads.carried else set()):
-                    found.append(((number, index), self._of_step(loop, (number, index), 0)))
+                is_whole = any(rows[:2] == (loop.first, (number, index)) for rows in self.advanced.rows.values())
+                if is_whole or steps - ({loop.steps - 1} if (number, index) in reads.carried else set()):
+                    found.append(((number, index), self._of_step(loop, (number, index))))
         return found
 
 
 @dataclass(frozen=True)
 class _StackedSteps:
-    """The stacked values of all steps, where an op reads that of each step in turn."""
+    """The stacked values of all steps, where an op reads that of each step from `start` to `stop` in turn."""
 
     whole: Value
+    start: int
+    stop: int
     is_reversed: bool
 
 
@@ -293,25 +320,27 @@ def _first_reads(loop: StepLoop, carried: Mapping[tuple[int, int], Value]) -> li
     return [reads[place] for place in carried]
 
 
-def _pieces(
-    values: Sequence[Value], stacked: Mapping[str, tuple[Value, int, int]]
-) -> list[Value | _StackedSteps] | None:
-    """`values` with those of all steps of a loop together; None if only some are there, or in another order."""
-    pieces: list[Value | _StackedSteps] = []
-    runs: dict[str, list[int]] = defaultdict(list)
+def _pieces(values: Sequence[Value], stacked: Mapping[str, tuple[Value, int, int]]) -> list[Value | _StackedSteps]:
+    """`values` with those of several steps of a loop in a row together."""
+    runs: list[list[Value]] = []
     for value in values:
-        if value.name not in stacked:
-            pieces.append(value)
+        if runs and _goes_on([stacked.get(each.name) for each in (*runs[-1][-2:], value)]):
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    pieces: list[Value | _StackedSteps] = []
+    for run in runs:
+        if len(run) == 1:
+            pieces.append(run[0])
             continue
-        whole, step, steps = stacked[value.name]
-        run = runs[whole.name]
-        if not run:
-            pieces.append(_StackedSteps(whole, step > 0))
-        elif not isinstance(pieces[-1], _StackedSteps) or pieces[-1].whole is not whole or abs(step - run[-1]) != 1:
-            return None
-        run.append(step)
-        if len(run) > steps:
-            return None
-    sizes = {whole.name: steps for whole, _, steps in stacked.values()}
-    is_whole = all(sorted(run) == list(range(sizes[name])) for name, run in runs.items())
-    return pieces if is_whole else None
+        (whole, first, _), (_, last, _) = stacked[run[0].name], stacked[run[-1].name]
+        pieces.append(_StackedSteps(whole, min(first, last), max(first, last) + 1, first > last))
+    return pieces
+
+
+def _goes_on(places: Sequence[tuple[Value, int, int] | None]) -> bool:
+    """Whether the last of two or three values is that of the next step, in the same direction as those before."""
+    known = [place for place in places if place is not None]
+    strides = [b[1] - a[1] for a, b in pairwise(known)]
+    is_one = len(known) == len(places) and all(place[0] is known[0][0] for place in known)
+    return is_one and strides[-1] in (1, -1) and len(set(strides)) == 1

@@ -147,7 +147,7 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: str, device: str,
     return empty.requires_grad_(needs_grad)
 
 
-_TELL_OF_A_TENSOR = frozenset(
+TELL_OF_A_TENSOR = frozenset(
     [
         *(
             getattr(torch.Tensor, name).__get__
@@ -166,6 +166,6 @@ class Settling(TorchFunctionMode):
         self._chaining = chaining
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _TELL_OF_A_TENSOR:
+        if func not in TELL_OF_A_TENSOR:
             args, kwargs = self._chaining.settle((args, kwargs or {}))
         return func(*args, **(kwargs or {}))

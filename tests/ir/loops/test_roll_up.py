@@ -16,7 +16,8 @@ from autopar.ir.trace import trace
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.proof.check_signature import check_signature
 
-STEPS = MIN_STEPS + 3
+STEPS = MIN_STEPS + 3  # all of which are traced
+MORE = 2 * MIN_STEPS
 
 
 class Loop(nn.Module):
@@ -76,7 +77,7 @@ def two_carried(model: Loop, x: Tensor) -> Tensor:
 
 def powers(model: Loop, x: Tensor) -> Tensor:
     out = x[:, 0]
-    for _ in range(STEPS):
+    for _ in range(x.shape[1]):
         out = out + 0.1 * torch.tanh(model.layer(out))
     return out
 
@@ -106,6 +107,99 @@ def other_layers(model: Loop, x: Tensor) -> Tensor:
     return out + model.start
 
 
+def wraps_around(model: Loop, x: Tensor) -> Tensor:
+    h, n = model.start.expand(len(x), -1), x.shape[1]
+    for t in range(n):
+        h = model.cell(x[:, (t + 3) % n], h)
+    return h
+
+
+def changes_late(model: Loop, x: Tensor) -> Tensor:
+    h, states = model.start.expand(len(x), -1), []
+    for t in range(x.shape[1]):
+        h = model.cell(x[:, t], h) if t < MORE - 9 else torch.tanh(model.layer(h + x[:, 5]))
+        states.append(h)
+    return torch.stack(states[::2]).sum(0) * states[MIN_STEPS + 10]
+
+
+def grows(model: Loop, x: Tensor) -> Tensor:
+    seen = x[:, :1]
+    for t in range(1, x.shape[1]):
+        seen = torch.cat([seen, torch.tanh(model.layer(x[:, t : t + 1] + seen.mean(1, keepdim=True)))], 1)
+    return seen
+
+
+def written_behind(model: Loop, x: Tensor) -> Tensor:
+    h, x = model.start.expand(len(x), -1), x.clone()
+    for t in range(x.shape[1]):
+        step = x[:, t]
+        h = torch.tanh(step + h)
+    step.mul_(2)  # a view of x
+    return x + h[:, None]
+
+
+def state_written_behind(model: Loop, x: Tensor) -> Tensor:
+    states = [h := model.start.expand(len(x), -1)]
+    for t in range(x.shape[1]):
+        states.append(h := 0.9 * h + x[:, t] + model.start)
+    states[-1].mul_(2)
+    states[MIN_STEPS].mul_(3)
+    return torch.stack([*states[3:9], *states[-4:], *states[MIN_STEPS - 2 : MIN_STEPS + 12]])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def own_function(model: Loop, x: Tensor) -> Tensor:
+    h = model.start.expand(len(x), -1)
+    for t in range(x.shape[1]):
+        h = torch.tanh(Doubled.apply(h) + x[:, t])
+    return Doubled.apply(h)
+
+
+def own_function_behind(model: Loop, x: Tensor) -> Tensor:
+    return Doubled.apply(last_state(model, x))
+
+
+def two_loops_by_turns(model: Loop, x: Tensor) -> Tensor:
+    h, g = model.start.expand(len(x), -1), x[:, 0]
+    for t in range(x.shape[1]):
+        h = model.cell(x[:, t], h)
+        for _ in range(2):
+            g = torch.tanh(model.layer(g)) * h
+    return g
+
+
+def counts(model: Loop, x: Tensor) -> Tensor:
+    h = model.start.expand(len(x), -1)
+    for t in range(x.shape[1]):
+        h = model.cell(x[:, t], h) + t * 0.01
+    return h
+
+
+def without_gradient(model: Loop, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = last_state(model, x)
+    return h * model.start
+
+
+OTHERS = [wraps_around, changes_late, grows, written_behind, state_written_behind, own_function, own_function_behind]
+OTHERS += [two_loops_by_turns, counts, without_gradient]
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda function: function.__name__)
+def test_loops_that_do_otherwise_compute_the_same(function: Callable[[Loop, Tensor], Tensor]) -> None:
+    model, x = modelled(function), drawn(MORE)
+    assert_as_model(trace(model, (x,), {}), model, x)
+
+
 WRITTEN_OUT = [dropped_out, summed_losses, other_layers]
 
 
@@ -133,12 +227,23 @@ def gradients(out: Tensor, model: nn.Module) -> Iterator[Tensor]:
     return (x for x in found if x is not None)
 
 
+@pytest.mark.parametrize("steps", [STEPS, MORE])
 @pytest.mark.parametrize("function", ROLLED)
-def test_a_loop_is_one_op_that_computes_the_same(function: Callable[[Loop, Tensor], Tensor]) -> None:
-    model, x = modelled(function), drawn(STEPS)
+def test_a_loop_is_one_op_that_computes_the_same(function: Callable[[Loop, Tensor], Tensor], steps: int) -> None:
+    model, x = modelled(function), drawn(steps)
     graph = trace(model, (x,), {})
     assert any(op.target == SCAN for op in graph.ops)
-    assert len(graph.ops) == len(trace(model, (drawn(STEPS + 20),), {}).ops) or function is powers
+    assert_as_model(graph, model, x)
+
+
+@pytest.mark.parametrize("function", ROLLED)
+def test_the_graph_is_as_long_for_more_steps(function: Callable[[Loop, Tensor], Tensor]) -> None:
+    model = modelled(function)
+    short, long = (trace(model, (drawn(steps),), {}) for steps in (STEPS, MORE))
+    assert [op.target for op in short.ops] == [op.target for op in long.ops]
+
+
+def assert_as_model(graph: Graph, model: Loop, x: Tensor) -> None:
     (found,), _ = run(graph, inputs_of(graph, model, x))
     expected = model(x)
     torch.testing.assert_close(found, expected)

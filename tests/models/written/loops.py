@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.models.written.draws import BATCH, ids, rows
 
-STEPS = 40
+STEPS = 64
 
 
 class SelectiveScan(nn.Module):
