@@ -14,6 +14,7 @@ from tabulate import tabulate
 from bench import memory, pipeline, step
 from bench.models import WORKLOADS
 from bench.papers import alpa, autoddl, whale
+from bench.published import TABLE as PUBLISHED
 from bench.report import Row, Table, load
 from bench.search import RESULT_TABLES, WORTH, milliseconds, percent
 
@@ -233,6 +234,22 @@ def stages_block() -> str:
     return "\n\n".join([said, source("search", [table])])
 
 
+def published_block() -> str:
+    """The plans found beside the best ones by hand that makers of libraries publish."""
+    rows = rows_of("published", PUBLISHED)
+    lines = [
+        (row["row"], row["found"]["plan"], f"{row['found']['step_s'] / row['published']['step_s']:.2f}") for row in rows
+    ]
+    ratios = [float(line[-1]) for line in lines]
+    said = (
+        "The best plans by hand that makers of libraries publish for H100, and the plans found for the same devices,"
+        f" batch and sequence, at most as large: these take {span(ratios, ' times', '.2f')} as long, by the cost model"
+        f" (median {median(ratios):.2f})."
+    )
+    table = grid(("published plan", "plan found", "step, times"), lines)
+    return "\n\n".join([said, table, source("published", [PUBLISHED])])
+
+
 def papers_block() -> str:
     """Published comparisons: ranges over settings that are not known, and scaling."""
     return "\n\n".join([_autoddl(), _whale(), *_alpa(), source("papers", [alpa.ALPA.tables[0], *_VARIED])])
@@ -314,6 +331,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "memory": memory_block,
     "plans": plans_block,
     "stages": stages_block,
+    "published": published_block,
     "papers": papers_block,
 }
 

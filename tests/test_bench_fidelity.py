@@ -288,6 +288,8 @@ def test_letters_of_a_published_plan_are_its_mesh_and_stages():
     assert (written.data, written.tensor, written.stages, written.chunks, written.experts) == (8, 2, 4, 2, 4)
     assert written.num_microbatches == 8 and written.flavour == "zero2" and written.is_sequence_parallel
     assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in known.name
+    (more,) = h100_rows([row | {"ep": "16"}])
+    assert (more.written.experts, more.written.tensor) == (8, 2)
 
 
 @pytest.mark.parametrize(("pp", "num", "flavour"), [("8", 8, "zero2"), ("1", 1, "zero3")])

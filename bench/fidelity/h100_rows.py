@@ -74,7 +74,8 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
     between their regions, as torchtitan's and Megatron-Core's do. Fully sharded stages keep what they have gathered for
     all microbatches (torchtitan's `reshard_after_forward = not pp_enabled`). A microbatch that is not published is a
     sequence; torchtitan's has as many microbatches as pipeline ranks (the default of `pipeline_parallel_microbatches`),
-    thus one without stages.
+    thus one without stages. Experts on more ranks than there are data ranks lie on tensor ranks too, which split each
+    of them here.
     """
     gpus, batch = int(row["gpus"]), int(row["global_batch"])
     tensor, stages, sequence = (int(row[key]) for key in ("tp", "pp", "cp"))
@@ -87,6 +88,9 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         raise ValueError(f"{row['model']}: {gpus} GPUs and a batch of {batch} are not divided by {_letters(row)}")
     if int(row["fsdp"]) not in (0, data, data * sequence):
         raise ValueError(f"{row['model']}: fsdp: expected 0 or the {data} data ranks, found {row['fsdp']}")
+    experts = _num_experts(row)
+    if experts > data and (data * tensor) % experts == 0:
+        experts = data
     builder_of = _builder(row["model"], batch, int(row["sequence"]))
     return WrittenPlan(
         builder_of,
@@ -100,7 +104,7 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         are_sends_split=tensor > 1,
         num_layers=H100_MODELS[row["model"]].layers,
         period=H100_MODELS[row["model"]].period,
-        experts=_num_experts(row),
+        experts=experts,
         sequence=sequence,
         is_sequence_parallel=tensor > 1,
     )
