@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -290,6 +291,18 @@ def test_letters_of_a_published_plan_are_its_mesh_and_stages():
     assert "fsdp=8,tp=2,pp=4,vp=2,ep=4" in known.name
     (more,) = h100_rows([row | {"ep": "16"}])
     assert (more.written.experts, more.written.tensor) == (8, 2)
+
+
+def test_a_library_sends_a_row_of_experts_once_to_each_place():
+    """Against draws: 8 of 128 experts, 16 on each of 8 ranks; and 8 of 256 on at most 4 of 8 nodes."""
+    draw = Random(0)
+    drawn = [len({expert // 16 for expert in draw.choices(range(128), k=8)}) for _ in range(4000)]
+    deep_ep = {"technique": "TE DeepEP forced balance", "ep": "8", "gpus": "8", "global_batch": "512"}
+    (here,) = h100_rows([_h100_row("qwen3-30b-a3b", fsdp="8", **deep_ep)])
+    assert here.cluster(()).kind_factors["all_to_all"] == pytest.approx(sum(drawn) / len(drawn) / 8, rel=0.01)
+    columns = {"source": "megatron-bridge", "tp": "2", "pp": "8", "ep": "64", "gpus": "1024", "global_batch": "8192"}
+    (far,) = h100_rows([_h100_row("deepseek-v3", **columns)])
+    assert far.cluster(()).kind_factors["all_to_all"] == 4 / 8 / 2 and far.library.hides == "all"
 
 
 @pytest.mark.parametrize(("pp", "num", "flavour"), [("8", 8, "zero2"), ("1", 1, "zero3")])

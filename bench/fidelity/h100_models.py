@@ -99,12 +99,19 @@ def h100_model(name: str, batch: int, sequence: int, *, layers: int) -> Example:
     with torch.device("meta"):
         if sizes.name:
             return MODELS[sizes.name](layers=layers, batch=batch, sequence=sequence)
-        head = getattr(transformers, sizes.head)
-        config = {**sizes.config, "num_hidden_layers": layers, "use_cache": False}
-        config["attn_implementation"] = sizes.fused or unmasked_attention()
-        model = head(head.config_class(**config)).to(torch.bfloat16).train()
+        attention = sizes.fused or unmasked_attention()
+        config = config_of(name, num_hidden_layers=layers, use_cache=False, attn_implementation=attention)
+        model = getattr(transformers, sizes.head)(config).to(torch.bfloat16).train()
         ids, labels = (torch.zeros(batch, sequence, dtype=torch.long) for _ in range(2))
         return Example(model, (), {"input_ids": ids, "labels": labels, "use_cache": False})
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The configuration of a model that is one of transformers, with `changes`."""
+    import transformers
+
+    sizes = H100_MODELS[name]
+    return getattr(transformers, sizes.head).config_class(**{**sizes.config, **changes})
 
 
 def builder(name: str, batch: int, sequence: int) -> "partial[Example]":

@@ -7,7 +7,7 @@ from functools import cache, partial
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import ProductShare
 from autopar.costmodel.cluster.presets import PRESETS, PRODUCT_EFFICIENCY
-from bench.fidelity.h100_models import H100_MODELS, builder
+from bench.fidelity.h100_models import H100_MODELS, builder, config_of
 from bench.fidelity.published_rows import NCCL, Published, read
 from bench.fidelity.written_plans import Library, WrittenPlan
 
@@ -37,7 +37,11 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
     for row in rows:
         gpus, batch, sequence = int(row["gpus"]), int(row["global_batch"]), int(row["sequence"])
         is_fp8, is_torchtitan = row["precision"] == "fp8", row["source"].startswith(_TORCHTITAN)
-        cluster = partial(_torchtitan, is_compiled="compile" in row["technique"]) if is_torchtitan else _preset
+        cluster = (
+            partial(_torchtitan, is_compiled="compile" in row["technique"])
+            if is_torchtitan
+            else partial(_preset, rows_sent=_rows_sent(row))
+        )
         hides = "all" if _hides_activations(row) else "parameters"
         yield Published(
             f"{row['source']} {row['model']}, {gpus} GPUs, {_letters(row)}, sequence {sequence}, {row['precision']},"
@@ -56,10 +60,38 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
 def _hides_activations(row: Mapping[str, str]) -> bool:
     """Whether collectives on activations run beside computing: a ring sends beside the attention of the part that it
     has; "async-tp" has products beside their collectives, and so has Megatron-Bridge, whose recipes for H100 set
-    `tp_comm_overlap` wherever there are tensor ranks (scripts/performance/configs/llama3).
+    `tp_comm_overlap` where there are tensor ranks and no experts (scripts/performance/configs/llama3), and for
+    DeepSeek-V3 `overlap_moe_expert_parallel_comm`.
     """
-    is_megatron = row["source"].startswith("megatron-bridge") and row["tp"] != "1"
+    has_experts = _num_experts(row) > 1
+    is_megatron = _is_megatron(row) and (row["model"] == "deepseek-v3" if has_experts else row["tp"] != "1")
     return row["cp"] != "1" or "async-tp" in row["technique"] or is_megatron
+
+
+def _is_megatron(row: Mapping[str, str]) -> bool:
+    return row["source"].startswith("megatron-bridge")
+
+
+def _rows_sent(row: Mapping[str, str]) -> float:
+    """The share of the rows of experts that the library sends of those that this runtime does.
+
+    Megatron-Core's tensor ranks send a part of the sequence each (`expert_tensor_parallel_size=1` in Megatron-Bridge's
+    recipes), where each sends all to the part of an expert here. DeepEP, which its recipe for DeepSeek-V3 on H100
+    enables too, sends a row once to a rank of its node, and once to another node, which forwards it (README of DeepEP):
+    of k experts drawn evenly on n of these n (1 - (1 - 1/n)^k), on a limited number of groups at most those.
+    """
+    if _num_experts(row) == 1:
+        return 1.0
+    share = 1 / int(row["tp"]) if _is_megatron(row) else 1.0
+    if "DeepEP" not in row["technique"] and not (_is_megatron(row) and row["model"] == "deepseek-v3"):
+        return share
+    config, ranks = config_of(row["model"]), _num_experts(row)
+    places = ranks if ranks <= _NODE else ranks // _NODE
+    drawn = places * (1 - (1 - 1 / places) ** config.num_experts_per_tok)
+    groups = getattr(config, "n_group", None) or 1
+    if groups > 1:
+        drawn = min(drawn, places * config.topk_group / groups)
+    return share * drawn / config.num_experts_per_tok
 
 
 def _letters(row: Mapping[str, str]) -> str:
@@ -136,5 +168,6 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
     )
 
 
-def _preset(numbers: Sequence[float], *, is_fp8: bool) -> Cluster:
-    return replace(PRESETS["h100"], product_shares=(_FP8_LINEAR,) * is_fp8, algorithms=NCCL)
+def _preset(numbers: Sequence[float], *, is_fp8: bool, rows_sent: float = 1.0) -> Cluster:
+    factors = {"all_to_all": rows_sent}
+    return replace(PRESETS["h100"], product_shares=(_FP8_LINEAR,) * is_fp8, algorithms=NCCL, kind_factors=factors)

@@ -99,10 +99,10 @@ SOURCES = (
         " 25.11 and before), routers forced to balance, on H100 with 80 GB. Nothing is fitted: rates are those of"
         f" the preset, as the planner has them. {_NCCL} Gathers and reductions of parameters run beside computing,"
         " and so do tensor parallelism's collectives (`tp_comm_overlap` in its recipes), all-to-alls of rows do"
-        " not. Models are those of transformers, attention with sinks in one kernel; their norms, rotary terms and"
-        " gates are several kernels here and one in those libraries. Stages have as many layers each; models are"
-        " priced at two depths and taken to be linear between. A row that does not say how many ranks share a set"
-        " of experts has those of a node.",
+        " not, but for DeepSeek-V3; DeepEP sends a row once to a rank or node. Models are those of transformers,"
+        " attention with sinks in one kernel; their norms, rotary terms and gates are several kernels here and one"
+        " in those libraries. Stages have as many layers each; models are priced at two depths and taken to be"
+        " linear between. A row that does not say how many ranks share a set of experts has those of a node.",
         nvidia_rows,
         (),
         (),
