@@ -244,7 +244,9 @@ def published_block() -> str:
     said = (
         "The best plans by hand that makers of libraries publish for H100, and the plans found for the same devices,"
         f" batch and sequence, at most as large: these take {span(ratios, ' times', '.2f')} as long, by the cost model"
-        f" (median {median(ratios):.2f})."
+        f" (median {median(ratios):.2f}). Both are priced as they would run here, without the overlap that those"
+        " libraries have; how such plans are predicted as their libraries run them is in"
+        " [fidelity.md](bench/results/fidelity.md)."
     )
     table = grid(("published plan", "plan found", "step, times"), lines)
     return "\n\n".join([said, table, source("published", [PUBLISHED])])
