@@ -34,8 +34,8 @@ class Paper:
 
 
 def table(title: str, columns: Cells, rows: Iterable[str]) -> Table:
-    """A table whose rows have these columns, numbers as they are; people see them rounded."""
-    return Table(title, "", columns, tuple(rows), lambda row: [tuple(shown(row[column]) for column in columns)])
+    """A table whose rows have these columns, numbers as they are; people see them rounded. Older rows may lack some."""
+    return Table(title, "", columns, tuple(rows), lambda row: [tuple(shown(row.get(column)) for column in columns)])
 
 
 def shown(cell: Any) -> str:
