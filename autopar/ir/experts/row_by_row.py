@@ -62,6 +62,8 @@ def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
             shape, ones = op.outputs[0].shape, math.prod(shapes[0][:first])
             at = next((i for i, size in enumerate(shape) if size != 1), -1)
             return at if ones == 1 and at >= 0 and shape[at] == shapes[0][first] else None
+        if op.target in ("aten.index.Tensor", "aten.index_select.default"):
+            return _looked_up(op, first)
         if op.target == "aten.expand.default":  # equal copies of each row, if the rows are not copied themselves
             at = first + len(op.outputs[0].shape) - len(shapes[0])
             return at if op.outputs[0].shape[at] == shapes[0][first] else None
@@ -103,6 +105,16 @@ def _along(op: Op, dims: Sequence[int | None], shapes: Sequence[tuple[int, ...]]
         return row
     vanish = along if len(op.outputs[0].shape) < ndim else set()
     return None if row in along or not along else row - sum(dim < row for dim in vanish)
+
+
+def _looked_up(op: Op, row: int) -> int | None:
+    """The same elements of each row, by an index of one other dim that is the same for all rows."""
+    if op.target == "aten.index_select.default":
+        return row if op.args[1] % len(op.inputs[0].shape) != row else None
+    at = [dim for dim, index in enumerate(op.args[1]) if index is not None]
+    if len(at) != 1 or at[0] == row or op.inputs[1].dtype in (torch.bool, torch.uint8):
+        return None
+    return row if row < at[0] else row + len(op.inputs[1].shape) - 1
 
 
 def _is_of_all(arguments: Mapping[str, Any]) -> bool:

@@ -98,10 +98,16 @@ def by_hand(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tenso
     return (picked[:, 0] - y[mask][:, 0]).abs().clamp(max=3).sum() + F.one_hot(ids, WIDTH)[mask].sum() * w.sum()
 
 
+def centerness(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    box = (x @ w)[mask].exp()
+    shares = box[:, [0, 2]].amin(-1) / box[:, [0, 2]].amax(-1) * box[:, torch.tensor([[1, 3]])].mean((-1, -2))
+    return shares.sqrt().sum() + box.index_select(1, torch.tensor([3, 0, 0])).square().mean()
+
+
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
     *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
-    *(selected_by_the_model, by_hand),
+    *(selected_by_the_model, by_hand, centerness),
 ]
 
 
