@@ -7,8 +7,8 @@ from tests.models.beside_one_device import plan_for, worst_of
 from tests.models.written.models import REFUSED, WRITTEN
 from tests.workers import Ranks
 
-# Losses over what a mask picks, a loop over time, buffers that the forward writes.
-FEW = ["by-hand:yolo", "by-hand:crf", "by-hand:vq-vae"]
+# Losses over what a mask picks, loops over time, short and long, buffers that the forward writes.
+FEW = ["by-hand:yolo", "by-hand:crf", "by-hand:vq-vae", "by-hand:selective-scan", "by-hand:decayed-memory"]
 
 
 @pytest.mark.multirank

@@ -96,9 +96,50 @@ class Solver(nn.Module):
         return F.cross_entropy(self.head(z), y)
 
 
+class Kalman(nn.Module):
+    """A Kalman filter with learned dynamics and noise, and the likelihood of what is observed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves, self.seen = nn.Parameter(torch.eye(4) + 0.01 * torch.randn(4, 4)), nn.Parameter(torch.randn(2, 4))
+        self.noise, self.error = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = x.new_zeros(len(x), 4, 1), torch.eye(4, dtype=x.dtype).expand(len(x), 4, 4)
+        noise, error, loss = torch.diag(self.noise.exp()), torch.diag(self.error.exp()), 0
+        for t in range(x.shape[1]):
+            mean, spread = self.moves @ mean, self.moves @ spread @ self.moves.T + noise
+            expected = self.seen @ spread @ self.seen.T + error
+            gain = torch.linalg.solve(expected, self.seen @ spread).transpose(1, 2)
+            apart = x[:, t, :, None] - self.seen @ mean
+            mean, spread = mean + gain @ apart, spread - gain @ self.seen @ spread
+            far = (apart.transpose(1, 2) @ torch.linalg.solve(expected, apart)).squeeze()
+            loss = loss + far + torch.logdet(expected)
+        return loss.mean()
+
+
+class Greedy(nn.Module):
+    """A decoder that reads what it found most likely at the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(20, 8), nn.GRU(8, 8, batch_first=True)
+        self.cell, self.head = nn.GRUCell(8, 8), nn.Linear(8, 20)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, token, logits = self.encoder(self.embed(x))[1][0], torch.zeros(len(x), dtype=torch.long), []
+        for _ in range(y.shape[1]):
+            h = self.cell(self.embed(token), h)
+            logits.append(self.head(h))
+            token = logits[-1].argmax(-1)
+        return F.cross_entropy(torch.stack(logits, 1).flatten(0, 1), y.flatten())
+
+
 MODELS = {
     "selective-scan": lambda: (SelectiveScan(), {"x": ids(STEPS), "y": ids(STEPS)}),
     "cells": lambda: (Cells(), {"x": rows(STEPS, 6), "y": ids(STEPS, of=4)}),
     "decayed-memory": lambda: (DecayedMemory(), {"x": rows(STEPS, 8), "y": rows(STEPS, 8)}),
+    "kalman": lambda: (Kalman(), {"x": rows(STEPS, 2)}),
+    "greedy": lambda: (Greedy(), {"x": ids(6, of=20), "y": ids(STEPS, of=20)}),
     "ode-solver": lambda: (Solver(), {"x": rows(4), "y": torch.randint(0, 3, (BATCH,))}),
 }
