@@ -8,6 +8,7 @@ calls, and indices, go on by as much as they did. Where the stand-ins are read, 
 traced in full.
 """
 
+import inspect
 import itertools
 import sys
 import weakref
@@ -84,6 +85,7 @@ def steps_guessed(model: nn.Module) -> Iterator[None]:
             result = forward(*args, **kwargs)
         return mode.settled_tree(result)
 
+    vars(guessed)["__signature__"] = inspect.signature(forward)  # of a method, which functools.wraps takes apart
     vars(model)["forward"] = guessed
     try:
         yield
@@ -161,7 +163,7 @@ class _StepGuesses(TorchFunctionMode):
         """The call by what is compared; None if it cannot be guessed."""
         if _writes(func, kwargs):
             return None
-        fixed: list[Any] = [func, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+        fixed: list[Any] = [func, torch.is_grad_enabled(), *map(_autocast, ("cpu", "cuda"))]
         made: list[tuple[int, int]] = []
         indices: list[int] | None = [] if func in _INDEXED else None
         with without_function_modes():  # that would be asked for each size
@@ -307,6 +309,11 @@ def _follows(first: SeenCall, second: SeenCall, third: SeenCall) -> bool:
         return False
     moving = ((*itertools.chain(*call.made), *call.indices) for call in (first, second, third))
     return all(c - b == b - a for a, b, c in zip(*moving, strict=True))
+
+
+def _autocast(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast; None while it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
