@@ -27,6 +27,10 @@ SAMPLES = [
     *[(f"linalg_{name}.default", (SPD.detach(),)) for name in ("qr", "lu_factor", "eigh", "eigvals", "eig")],
     ("linalg_matrix_power.default", (SPD, 3)),
     ("linalg_solve_triangular.default", (SPD, f64(2, 4, 3)), {"upper": False}),
+    ("linalg_solve.default", (SPD, f64(2, 4, 6))),
+    ("linalg_solve.default", (SPD, f64(2, 4))),
+    ("linalg_solve.default", (SPD[0].detach().requires_grad_(), f64(2, 4, 6))),
+    ("linalg_solve.default", (SPD, f64(2, 6, 4)), {"left": False}),
     ("cholesky_solve.default", (f64(2, 4, 3), SPD)),
     *[(f"{name}.default", (SPD,)) for name in ("logdet", "inverse")],
     ("matrix_exp.default", (f64(2, 4, 4),)),
@@ -65,6 +69,15 @@ def test_every_signature_gives_the_ops_numbers(sample):
     name, args, *kwargs = sample
     found = exercise(f"aten.{name}", *args, **(kwargs[0] if kwargs else {}))
     assert name in WHOLE_BATCH or any("S(0)" in text.split("->")[1] for text in found), found
+
+
+@pytest.mark.parametrize(("of", "sides"), [((2, 4, 4), (4, 6)), ((4, 4), (4, 6)), ((4, 4), (4,)), ((4, 4, 4), (4, 4))])
+def test_columns_of_right_sides_are_solved_apart(of, sides):
+    """Whether right sides are vectors, and what is broadcast, torch tells from the shapes."""
+    matrix = (8 * torch.eye(4, dtype=torch.float64) + f64(*of).detach()).requires_grad_()
+    found = exercise("aten.linalg_solve.default", matrix, f64(*sides))
+    is_matrix = len(sides) == 2 and of[:-1] != sides
+    assert is_matrix == any(text.startswith("B* S(1)") for text in found), found
 
 
 def test_every_rule_has_a_sample():

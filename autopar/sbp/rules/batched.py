@@ -35,6 +35,18 @@ def leading(**own_dims: int) -> Rule:
     return rule
 
 
+def solved(op: Op) -> Iterator[Signature]:
+    """linalg_solve: a system for each index of the leading dims, and for each column; linear in the right sides."""
+    of, sides = tensor_of(op, "A").shape, tensor_of(op, "B").shape
+    is_vector = len(sides) == 1 or sides == of[:-1]  # as torch tells the two
+    lead = sides[: len(sides) - (1 if is_vector else 2)]
+    for dim in range(len(lead)) if of[:-2] in (lead, ()) else ():
+        yield from signature(op, {"B": S(dim)} | ({"A": S(dim)} if of[:-2] else {}), S(dim))
+    if not is_vector and arguments_of(op)["left"]:
+        yield from signature(op, {"B": S(len(sides) - 1)}, S(len(op.outputs[0].shape) - 1))
+    yield from signature(op, {"B": P}, P)
+
+
 def transform(op: Op) -> Iterator[Signature]:
     """Fourier transforms: every dim that is not transformed, and pending sums."""
     shape, bound = op.inputs[0].shape, arguments_of(op)
@@ -139,6 +151,7 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.linalg_{name}.default": leading(self=2) for name in ("eigvalsh", "eigvals", "eigh", "eig", "cholesky")},
     "aten.linalg_matrix_power.default": leading(self=2),
     "aten.linalg_solve_triangular.default": leading(self=2, B=2),
+    "aten.linalg_solve.default": solved,
     "aten.cholesky_solve.default": leading(self=2, input2=2),
     "aten.logdet.default": leading(self=2),
     "aten.inverse.default": leading(self=2),
