@@ -15,7 +15,7 @@ from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import InBucket, latency_share, only_gathers
 from autopar.sbp.placement import OWN, OWN_DIM, UNIT, USED, WHOLE, Codes, Layout, codes_of, is_even
-from autopar.sbp.redistribute import CollectiveKind, collective_kinds, collectives_of_value, moves, redistribute
+from autopar.sbp.redistribute import CollectiveKind, Move, collective_kinds, collectives_of_value, moves, step_of
 
 Layouts = tuple[Layout, ...]
 Weigh = Callable[[CollectiveKind], float]
@@ -170,7 +170,7 @@ def _uneven_recipe(
     has_units = _has_units(sources) or _has_units(targets)
     if not has_units and all(extent % math.prod(mesh_shape) == 0 for extent in value.shape):
         return None
-    return _find_uneven(replace(value, needs_grad=True), sources, targets, mesh_shape)
+    return _find_uneven(replace(value, name="", needs_grad=True), sources, targets, mesh_shape)
 
 
 @lru_cache(maxsize=512)
@@ -182,10 +182,17 @@ def _find_uneven(value: Value, sources: Layouts, targets: Layouts, mesh_shape: t
     if (never := forbidden(sources, targets)) is not None:
         pairs &= ~never
     numbers: dict[tuple[CollectiveKind, int], int] = {}
+    known: dict[Move, list[int]] = {}  # a step, of which there are far fewer than conversions -> the numbers of its own
+    before, after = ([*map(codes_of, layouts)] for layouts in (sources, targets))
     rows = []
-    for i, j in np.argwhere(pairs):
-        each = _collectives(value, sources[i], targets[j], mesh_shape)
-        rows.append([numbers.setdefault(one, len(numbers)) for one in each])
+    for i, j in np.argwhere(pairs).tolist():
+        row: list[int] = []
+        for move in moves(before[i], after[j]):
+            if move not in known:
+                each = _collectives(move, value, mesh_shape)
+                known[move] = [numbers.setdefault(one, len(numbers)) for one in each]
+            row += known[move]
+        rows.append(row)
     width = max(map(len, rows), default=0)
     padded = np.array([row + [-1] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)
     return UnevenRecipe(pairs, tuple(numbers), padded)
@@ -210,12 +217,10 @@ def _where_uneven(shape: tuple[int, ...], layouts: Layouts, mesh_shape: tuple[in
 
 
 @lru_cache(maxsize=2**16)
-def _collectives(
-    value: Value, src: Layout, dst: Layout, mesh_shape: tuple[int, ...]
-) -> tuple[tuple[CollectiveKind, int], ...]:
-    """The collectives of a conversion, each with its bytes."""
-    found = (collectives_of_value(step, value, mesh_shape) for step in redistribute(src, dst))
-    return tuple((CollectiveKind(c.kind, c.axes, 1, c.phase), c.num_bytes) for step in found for c in step)
+def _collectives(move: Move, value: Value, mesh_shape: tuple[int, ...]) -> tuple[tuple[CollectiveKind, int], ...]:
+    """The collectives of a step of a conversion, each with its bytes."""
+    found = collectives_of_value(step_of(move), value, mesh_shape)
+    return tuple((CollectiveKind(c.kind, c.axes, 1, c.phase), c.num_bytes) for c in found)
 
 
 @dataclass(frozen=True, slots=True)

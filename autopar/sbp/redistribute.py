@@ -100,11 +100,13 @@ def redistribute(src: Layout, dst: Layout) -> tuple[LayoutStep, ...]:
     `CONVERSIONS` on one or several mesh axes at once.
     """
     assert is_convertible(src, dst), f"what each rank has of its own tokens is not converted: {src} to {dst}"
-    path = moves(codes_of(src), codes_of(dst))
-    return tuple(
-        LayoutStep(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
-        for axes, have, want, before in path
-    )
+    return tuple(map(step_of, moves(codes_of(src), codes_of(dst))))
+
+
+def step_of(move: Move) -> LayoutStep:
+    """The step that a move of codes is."""
+    axes, have, want, before = move
+    return LayoutStep(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
 
 
 def moves(src: Codes, dst: Codes) -> list[Move]:
