@@ -18,6 +18,7 @@ from autopar.ir.split_stages import StageGraph, cut
 from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
+from autopar.plans.json_fields import shown
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts, SavedAnyPlan, SavedPlan, SavedStages
 from autopar.plans.validate import check_crossing, check_stages
@@ -141,7 +142,7 @@ def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
     if PIPELINE in mesh.axis_names[1:] or schedule.num_ranks != num_ranks:
         raise PlanError(
             f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is"
-            f" {mesh}; name its axes accordingly, or plan for this mesh"
+            f" {shown(str(mesh))}; name its axes accordingly, or plan for this mesh"
         )
 
 

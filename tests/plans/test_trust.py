@@ -323,3 +323,11 @@ def test_a_parameter_is_stored_on_the_axes_that_there_are(layout: str) -> None:
     name = next(item.value.name for item in traced("mlp").of_kind("parameter"))
     with pytest.raises(PlanError, match=f"{name} cannot be in layout"):
         staged_plan.loads(forged(text, layouts=layouts | {name: layout}), traced("mlp"), MESH)
+
+
+def test_a_long_name_of_an_axis_is_shortened() -> None:
+    case = staged_case("1f1b")
+    mesh = case.content["mesh"] | {"axis_names": ["a" * 4000, "dp"]}
+    with pytest.raises(PlanError, match="along an outermost mesh axis 'pp'") as error:
+        staged_plan.loads(forged(case.text, mesh=mesh), case.graph, Devices(4))
+    assert len(str(error.value)) < 1000
