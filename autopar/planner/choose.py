@@ -74,7 +74,7 @@ def choose_plan(
             asked: dict[str, Any] = {"budget": budget, "predict": predict}
             try:
                 if way is Way.WHOLE and not (staged is not None and budget.is_spent):
-                    part = replace(budget.part(share), has_other=way is not pending[-1])
+                    part = replace(budget.part(share), has_other=staged is not None or way is not pending[-1])
                     asked |= {"budget": part, "to_beat_s": _to_beat_s(staged, mesh, cluster)}
                     make = make_plan if cluster.groups is None else plan_on_groups
                     whole = make(graph, mesh, cluster, request, **asked)

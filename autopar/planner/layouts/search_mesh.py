@@ -83,11 +83,10 @@ def solve_mesh(
     The search ends early if no plan can take less than `to_beat_s`. First, last and interior copies of a repeat are
     planned apart; if the memory limit binds, so are two groups of the interior copies. Optimizer state is offloaded if
     nothing fits otherwise, or if that costs less than other ways to save memory. PinError, InfeasibleError or MeshError
-    if no plan satisfies the request; Interrupted at Ctrl-C before the search, if the caller has another way to plan and
-    no starts.
+    if no plan satisfies the request; Interrupted at Ctrl-C before the search, if the caller has another way to plan.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
-    with budget.left_at_interrupt() if budget.has_other and not starts else nullcontext():
+    with budget.left_at_interrupt() if budget.has_other else nullcontext():
         with budget.timed("fold"):
             folded = fold_stored(graph, request)
         problem = setting.problem(segmented(folded, graph, ends_apart(folded)))

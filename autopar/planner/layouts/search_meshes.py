@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
@@ -13,7 +14,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import Devices, Mesh
-from autopar.planner.budget import Budget
+from autopar.planner.budget import Budget, Interrupted
 from autopar.planner.fit_memory import MOST_TRIES, Fit, LimitedSearch, Predict
 from autopar.planner.handwritten.tune import Tried, Tuned, tuned
 from autopar.planner.layouts.many_axes import coarse_to_fine, refined
@@ -138,18 +139,25 @@ def _on_open_mesh(
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in by_mesh.items() if refines(coarse, mesh)]
         to_beat_s = min((solved.cost_s for solved in by_mesh.values()), default=to_beat_s)
         part = budget.part(1.0 if mesh == meshes[-1] else _SHARE, where=f"mesh {mesh}: ")
+        part = replace(part, has_other=budget.has_other or bool(by_mesh))
         try:
             by_mesh[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
         except InfeasibleError as error:
             failure = error
+        except Interrupted:
+            if not by_mesh:
+                raise
     best, best_s = by_hand.best, min((solved.cost_s for solved in by_mesh.values()), default=math.inf)
     if best is not None and best.costs.step_s < best_s and budget.is_spent:
         by_mesh[best.mesh] = _as_written(by_hand, graph, cluster, request.training)
     elif best is not None and best.costs.step_s < best_s:
         # Its mesh has few axes, mostly one or two: the search takes little, ends with this plan or a better one, and
         # gives a lower bound.
-        part, starts = budget.part(1.0, where=f"mesh {best.mesh}: "), by_hand.starts
-        by_mesh[best.mesh] = solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)
+        part = replace(budget.part(1.0, where=f"mesh {best.mesh}: "), has_other=True)
+        try:
+            by_mesh[best.mesh] = solve_mesh(graph, best.mesh, cluster, request, starts=by_hand.starts, budget=part)
+        except Interrupted:
+            by_mesh[best.mesh] = _as_written(by_hand, graph, cluster, request.training)
     if not by_mesh:
         raise failure or InfeasibleError(
             f"no mesh of {devices.num_devices} devices lies within the cluster's link levels"
@@ -169,7 +177,7 @@ def _by_hand(
     limit, training = request.limit_bytes, request.training
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
-    with budget.timed("hand plans"):
+    with budget.left_at_interrupt() if budget.has_other else nullcontext(), budget.timed("hand plans"):
         by_hand = tuned(
             graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline
         )

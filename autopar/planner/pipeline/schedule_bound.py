@@ -62,6 +62,8 @@ class ScheduleBounds:
         Without `to_beat_s` it is computed again if there was no time for it.
         """
         key = mesh, schedule, math.isinf(to_beat_s)
+        if budget.is_spent:
+            return self._known.get(key, 0.0)
         if not self._known.get(key):
             micro = microbatched(self.graph, schedule.num_microbatches)
             setting = Setting(micro.graph, mesh, self.cluster, self.request, budget, to_beat_s=to_beat_s)

@@ -100,6 +100,10 @@ def sweep(
     """
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, training, limit_bytes)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
+
+    def is_last() -> bool:
+        return latest.is_past or deadline.is_stopped
+
     staged: list[tuple[Staged, int]] = []
     for num_ranks, mesh in meshes if cluster.groups is None else ():
         check_mesh(cluster, num_ranks * mesh.num_devices)
@@ -108,14 +112,14 @@ def sweep(
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         late += deadline.is_past and bool(plans)
-        if late > (_FEW_LATE if staged and latest.is_past else _MOST_LATE):
+        if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
         beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
         here = shared.on(plans, mesh, num_ranks, num, schedules, beat_s)
         staged += ((one, number) for one in here)
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
-        if latest.is_past:
+        if is_last():
             break
         staged += [(one, len(usual)) for one in shared.on((plan,), mesh, num_ranks, num, schedules)]
     found = [one for one, _ in sorted(staged, key=lambda pair: (pair[0].step_s, pair[1]))]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.mesh import PIPELINE
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import local_of_caller, module_of_caller
 
@@ -46,11 +47,17 @@ class TrainerAttributes(nn.Module):
     def is_distributed_loading_by_transformers(self) -> bool:
         """Asked by transformers' Trainer: whether the model has its layout already and reduces its gradients itself.
 
-        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it, and if it is to be
-        compiled.
+        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it, if it is to be compiled,
+        and for stages: the Trainer calls `model(...)` and backward itself.
         """
         if module_of_caller().partition(".")[0] != "transformers":  # torch.jit.trace reads all attributes
             raise AttributeError("is_distributed_loading_by_transformers")
+        if PIPELINE in (self._autopar.mesh.mesh_dim_names or ()):
+            raise AutoparError(
+                "transformers.Trainer calls model(...) and loss.backward(), and stages are run by"
+                f" model.train_step(...): expected a mesh without the axis {PIPELINE!r}, found"
+                f" {self._autopar.mesh.mesh_dim_names}; or a loop of your own that calls train_step"
+            )
         self._check_own_parts("transformers.Trainer")
         if getattr(local_of_caller("args"), "torch_compile", False):  # read by the Trainer as it is made
             raise AutoparError(f"TrainingArguments(torch_compile=True){_COMPILED}")

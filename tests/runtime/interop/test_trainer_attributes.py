@@ -54,3 +54,14 @@ def torch_compile_is_refused() -> None:
 
 def test_a_trainer_that_would_compile_the_program_is_refused_as_it_is_made(ranks4: Ranks) -> None:
     ranks4.run(torch_compile_is_refused)
+
+
+def stages_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = autopar.compile(net, device_mesh((2, 2), ("pp", "dp")), batch=("pp", "dp"), cluster="cpu")
+    with pytest.raises(AutoparError, match=r"transformers.Trainer calls model.*expected a mesh without the axis 'pp'"):
+        trainer(model, SimpleNamespace(torch_compile=False))
+
+
+def test_a_trainer_that_runs_forward_itself_is_told_of_stages_as_it_is_made(ranks4: Ranks) -> None:
+    ranks4.run(stages_are_refused)
