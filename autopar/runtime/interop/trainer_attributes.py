@@ -47,8 +47,8 @@ class TrainerAttributes(nn.Module):
     def is_distributed_loading_by_transformers(self) -> bool:
         """Asked by transformers' Trainer: whether the model has its layout already and reduces its gradients itself.
 
-        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it, if it is to be compiled,
-        and for stages: the Trainer calls `model(...)` and backward itself.
+        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it; if it is to be
+        compiled; and for stages, since the Trainer calls `model(...)` and backward itself.
         """
         if module_of_caller().partition(".")[0] != "transformers":  # torch.jit.trace reads all attributes
             raise AttributeError("is_distributed_loading_by_transformers")
