@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.plain_torch.export_stages import TorchStages, in_stages
 from autopar.plain_torch.module_calls import ExampleRun
+from autopar.plain_torch.own_rows import check_own_rows, seeds_remark
 from autopar.plain_torch.run_layout import fitted, namespace_of
 from autopar.plain_torch.stage_values import check_stages
 from autopar.plain_torch.torch_layout import TorchLayout, near
@@ -93,7 +94,7 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
     stages = in_stages(plan, trial) if isinstance(plan, StagedPlan) else None
     text = stages.text if stages else ""
     layouts = near(plans, bare, in_stages=stages is not None)
-    layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(layout, trial), bare)
+    layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(layout, trial), trial)
     made = replace(made, text=write_torch(layout, bare, _notes(made), text))
     if stages:
         check_stages(made.text, trial)
@@ -106,7 +107,7 @@ def export_hf(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapp
     bare = skeleton(model)
     trial = ExampleRun(bare, tuple(args), kwargs, [plan.graph])
     layouts = near([plan], bare, products=(nn.Linear,)) if isinstance(plan, Plan) else ()
-    layout, made = _nearest(plan, None, layouts, lambda layout: fitted_hf(layout, trial), bare)
+    layout, made = _nearest(plan, None, layouts, lambda layout: fitted_hf(layout, trial), trial)
     return replace(made, text=write_hf(layout, model, _notes(made)))
 
 
@@ -115,22 +116,22 @@ def _nearest(
     stages: TorchStages | None,
     layouts: Iterable[TorchLayout],
     fit: Callable[[TorchLayout], tuple[TorchLayout, str]],
-    bare: nn.Module,
+    example: ExampleRun,
 ) -> tuple[TorchLayout, Exported]:
     """The layout with most of the plan's decisions, and its price; `fit`: (a layout that runs, what differs)."""
     reasons: list[str] = []
     found: list[tuple[TorchLayout, AnyPlan, tuple[str, ...]]] = []
     for layout in layouts:
         try:
-            _check_rows(layout, plan)
+            told = _check_rows(layout, plan, example)
             layout, reason = fit(layout)
-            text = write_torch(layout, bare, stages=stages.text if stages else "")
-            priced, remarks = read_back(text, stages.plan if stages else plan, bare)
+            text = write_torch(layout, example.model, stages=stages.text if stages else "")
+            priced, remarks = read_back(text, stages.plan if stages else plan, example.model)
         except PlanError as error:
             where = ", ".join(layout.names(layout.tensor_axes)) or "no axis"
             reasons.append(f"Tensors split on {where} were tried: {error}")
             continue
-        found.append((layout, priced, (*(f"{reason}." for _ in range(bool(reason))), *remarks)))
+        found.append((layout, priced, (*(f"{reason}." for _ in range(bool(reason))), *told, *remarks)))
     if not found:
         raise PlanError(
             f"no calls of torch's libraries are near this plan, whose step is {format_seconds(plan.step_s)}: "
@@ -162,14 +163,15 @@ def _distance(plan: AnyPlan, other: AnyPlan) -> tuple[bool, int, float]:
     return max(other.memory_bytes) > plan.memory_limit_bytes, -compare(plan, other).num_same, other.step_s
 
 
-def _check_rows(layout: TorchLayout, plan: AnyPlan) -> None:
-    """PlanError if the ranks that split the batch do not divide it: torch gives each its own rows."""
+def _check_rows(layout: TorchLayout, plan: AnyPlan, example: ExampleRun) -> tuple[str, ...]:
+    """`check_own_rows` of the ranks that split the batch, and the microbatches; PlanError if they do not divide it."""
     ranks = math.prod(layout.mesh.shape[axis] for axis in layout.data_axes)
     number = plan.schedule.num_microbatches if isinstance(plan, StagedPlan) else 1
     for item in batch_arguments(plan.graph):
         if item.value.shape[0] % (ranks * number):
             among = f" in {number} microbatches" if number > 1 else ""
             raise PlanError(f"{ranks} ranks do not divide the {item.value.shape[0]} rows of {item.fqn}{among}")
+    return (*check_own_rows(plan.graph, ranks * number, example), *seeds_remark(plan.graph))
 
 
 def _too_large(priced: AnyPlan) -> list[str]:

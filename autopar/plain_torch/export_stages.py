@@ -71,10 +71,6 @@ def _check_split(plan: StagedPlan, example: ExampleRun) -> None:
 
 
 def _remarks(plan: StagedPlan, made: ModuleStages, model: nn.Module) -> Iterator[str]:
-    yield (
-        "The loss is the mean of the microbatches' and data ranks' losses: that of the whole batch if each has as many"
-        " labels that count."
-    )
     for number, (before, after) in enumerate(zip(plan.starts, made.starts), 1):
         if before != after:
             yield f"Stage {number} starts at {made.first[number]}, in the plan at the op {before}."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
 from autopar.torch_compat import FakeTensorMode, pytree
@@ -42,7 +43,7 @@ class ModuleCall:
 
 
 def called_modules(example: ExampleRun) -> dict[str, ModuleCall]:
-    """FQN -> calls of each module that is called."""
+    """FQN -> calls of each module that is called; PlanError if the model does not run on fake tensors."""
     calls: dict[str, ModuleCall] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -67,7 +68,11 @@ def called_modules(example: ExampleRun) -> dict[str, ModuleCall]:
             module.register_forward_hook(watch(name), with_kwargs=True)
         return model
 
-    fake_call(example, change)
+    try:
+        fake_call(example, change)
+    except Exception as error:  # whatever the model's code raises
+        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise PlanError(f"the model does not run on tensors without contents, on the CPU: {told}") from error
     return calls
 
 

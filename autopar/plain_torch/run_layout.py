@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from autopar.plain_torch.module_calls import ExampleRun, Shape, fake_call
 from autopar.plain_torch.torch_layout import COLUMNS, GATHERED, TABLE, TorchLayout
 from autopar.plain_torch.write_torch import write_torch
 from autopar.planner.handwritten.fake_ranks import fake_ranks
+
+# (the module that is running, function, numbers)
+NumberUse = tuple[str, str, tuple[float, ...]]
+_WITH_NUMBERS = """add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv idiv truediv rtruediv itruediv
+    true_divide divide floordiv rfloordiv floor_divide mod remainder fmod pow rpow float_power clamp arange linspace
+    logspace full full_like scalar_tensor masked_fill baddbmm addmm lerp"""
 
 
 def namespace_of(text: str) -> dict[str, Any]:
@@ -87,12 +94,13 @@ def _differs(layout: TorchLayout, example: ExampleRun) -> str:
     """How a rank's attention differs in shape from its part of the whole; "" if in nothing."""
     only = replace(layout, data_axes=(), shard_axes=(), recomputed=())
     parallelize = namespace_of(write_torch(only, example.model))["parallelize"]
-    expected = _attention_shapes(example, None)
-    if isinstance(expected, str):
-        return expected
-    found = _attention_shapes(example, (parallelize, layout))
-    if isinstance(found, str):
-        return found
+    whole_run = _seen(example, None)
+    if isinstance(whole_run, str):
+        return whole_run
+    part_run = _seen(example, (parallelize, layout))
+    if isinstance(part_run, str):
+        return part_run
+    expected, found = whole_run.attention, part_run.attention
     split = {name for name, style in layout.styles.items() if style == COLUMNS}
     for (owner, whole), (_, part) in zip(expected, found):
         wanted = whole
@@ -102,25 +110,47 @@ def _differs(layout: TorchLayout, example: ExampleRun) -> str:
             return f"attention of {owner} has {list(part)} on a rank, expected {list(wanted)}"
     if len(expected) != len(found):
         return f"the model calls attention {len(found)} times on a rank, {len(expected)} times on one device"
+    for whole, part in zip_longest(whole_run.numbers, part_run.numbers):
+        if whole != part:
+            return (
+                f"{_told(whole)} on one device, {_told(part)} on a rank: numbers of features or heads are a rank's own"
+            )
     return ""
 
 
-class AttentionShapes(TorchFunctionMode):
-    """Records the shapes of what attention and softmax read, as (the module that is running, shape)."""
+def _told(use: NumberUse | None) -> str:
+    if use is None:
+        return "nothing more is computed with numbers"
+    owner, name, numbers = use
+    return f"{owner or 'the model itself'} calls {name} with {', '.join(f'{x:.6g}' for x in numbers)}"
+
+
+class WatchedCalls(TorchFunctionMode):
+    """Records the shapes of what attention and softmax read, as (the module that is running, shape), and the numbers
+    with which tensors are computed, that may be made of shapes, as (module, function, numbers).
+    """
 
     def __init__(self, running: list[str]) -> None:
         super().__init__()
-        self.running, self.shapes = running, []
+        self.running = running
+        self.attention: list[tuple[str, Shape]] = []
+        self.numbers: list[NumberUse] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in (F.scaled_dot_product_attention, F.softmax, torch.softmax, torch.Tensor.softmax):
-            query = args[0] if args else (kwargs or {}).get("query", (kwargs or {}).get("input"))
-            self.shapes.append((self.running[-1], tuple(query.shape)))
-        return func(*args, **(kwargs or {}))
+            query = args[0] if args else kwargs.get("query", kwargs.get("input"))
+            self.attention.append((self.running[-1], tuple(query.shape)))
+        name = getattr(func, "__name__", "").strip("_").removesuffix("_")
+        if name in _WITH_NUMBERS.split():
+            numbers = tuple(float(x) for x in (*args, *kwargs.values()) if type(x) in (int, float))
+            if numbers:
+                self.numbers.append((self.running[-1], name, numbers))
+        return func(*args, **kwargs)
 
 
-def _attention_shapes(example: ExampleRun, parallel: Any) -> list[tuple[str, Shape]] | str:
-    """The shapes in order, of one device or under (`parallelize`, layout); the error of a run that fails."""
+def _seen(example: ExampleRun, parallel: Any) -> WatchedCalls | str:
+    """The calls of one device, or of a rank under (`parallelize`, layout); the error of a run that fails."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch logs the errors of fake tensors, which are expected here
     try:
@@ -137,7 +167,7 @@ def _attention_shapes(example: ExampleRun, parallel: Any) -> list[tuple[str, Sha
         logging.disable(disabled)
 
 
-def _run(example: ExampleRun, change: Any = lambda made: made) -> list[tuple[str, Shape]]:
+def _run(example: ExampleRun, change: Any = lambda made: made) -> WatchedCalls:
     running: list[str] = [""]
 
     def watched(model: nn.Module) -> nn.Module:
@@ -147,6 +177,6 @@ def _run(example: ExampleRun, change: Any = lambda made: made) -> list[tuple[str
             module.register_forward_hook(lambda *_: running.pop() and None)
         return model
 
-    with AttentionShapes(running) as seen:
+    with WatchedCalls(running) as seen:
         fake_call(example, watched)
-    return seen.shapes
+    return seen

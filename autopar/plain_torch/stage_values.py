@@ -87,6 +87,9 @@ def check_stages(text: str, example: ExampleRun) -> None:
         args, kwargs = _batch(example, histories)
         for model in models:
             _give_names(model.to_empty(device="cpu"), example, histories)
+        for stage in range(1, names["NUM_STAGES"]):
+            first = models[0].get_submodule(names["first_module"](stage))
+            first.register_forward_pre_hook(_as_sent, with_kwargs=True)
         whole = _called(models[0], args, kwargs, histories)
         sent, batch = [], dict(zip(names["ARGUMENTS"], args)) | kwargs
         for stage, part in enumerate(models[1:]):
@@ -100,6 +103,14 @@ def check_stages(text: str, example: ExampleRun) -> None:
             sent = [found.output]
     if histories.of(sent[0]) != histories.of(whole.output):
         raise _refusal("the last stage would return something else than the model", whole.attributes)
+
+
+def _as_sent(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a stage's first module, whose first tensor is sent, and so is contiguous."""
+    if args:
+        return (args[0].contiguous(), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, kwargs | {name: kwargs[name].contiguous()}
 
 
 def _check_modules(stage: int, own: Sequence[str], found: _StageCall, whole: _StageCall) -> None:

@@ -77,7 +77,7 @@ def keep_stage(model: nn.Module, stage: int) -> None:
         try:
             output = whole(**batch)
         except Reached as reached:
-            output = reached.args[0]
+            output = reached.args[0].contiguous()  # as it is sent
         else:
             if stage < NUM_STAGES - 1:
                 raise RuntimeError(f"stage {stage} did not come to {first_module(stage + 1)}")

@@ -25,9 +25,10 @@ from autopar.sbp.signature import Signature
 # Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
 # Every other role needs values of other microbatches.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE))
+BATCH_STATISTICS = "batch"
 KNOWN = "known"  # of an op whose result, of the whole batch, is computed before the microbatches
 _REASONS = {
-    "batch": (
+    BATCH_STATISTICS: (
         "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they"
         " are not"
     )
@@ -48,11 +49,11 @@ class BatchSplit:
     granularity: int
 
 
-def split_batch(graph: Graph) -> BatchSplit:
+def split_batch(graph: Graph, roles: frozenset[str] = ALLOWED_ROLES) -> BatchSplit:
     """The split of `graph` that follows from splitting the arguments whose dim 0 is the batch.
 
     The batch is dim 0 of the first tensor argument that has one. MicrobatchError names the first op that needs the
-    whole batch.
+    whole batch. `roles` that ops may have: with BATCH_STATISTICS, batch norm has its own, and writes buffers.
     """
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
@@ -61,12 +62,12 @@ def split_batch(graph: Graph) -> BatchSplit:
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         reads = tuple(map(op.inputs.index, op.inputs))
         of_inputs = tuple(domains[value.name] for value in op.inputs)
-        found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, op.name in known)
+        found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, op.name in known, roles)
         if not found.signatures:
             raise MicrobatchError(_refusal(op, domains))
         offered[op.name] = found.signatures
         domains.update((value.name, domain) for value, domain in zip(op.outputs, found.outputs))
-    if graph.mutations:
+    if graph.mutations and BATCH_STATISTICS not in roles:
         names = ", ".join(fqn for fqn, _ in graph.mutations)
         raise MicrobatchError(
             f"the forward writes buffers ({names}), which microbatches would do several times a step; use one"
@@ -102,7 +103,9 @@ def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
     return frozenset((_whole(value), *(S(dim) for dim in dims if value.shape[dim] > 1)))
 
 
-def _possible(op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
+def _possible(
+    op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...], roles: frozenset[str]
+) -> tuple[Signature, ...]:
     """The signatures of `op`, without names, that have no inner collectives.
 
     Inputs that are the same in all microbatches and have a gradient get R: with I, every microbatch would have to
@@ -113,7 +116,7 @@ def _possible(op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...]) -> 
     flows = any(value.needs_grad for value in op.outputs)
     for candidate in _listed(op, routed):
         placed = zip(candidate.inputs + candidate.outputs, op.inputs + op.outputs)
-        if candidate.role in ALLOWED_ROLES and not (
+        if candidate.role in roles and not (
             flows and any(placement == I and value.needs_grad for placement, value in placed)
         ):
             inputs = tuple(
@@ -145,11 +148,12 @@ def _fitting(
     routed: tuple[Signature, ...],
     domains: tuple[frozenset[Placement], ...],
     is_known: bool,
+    roles: frozenset[str],
 ) -> _Fitting:
     """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. Of an op that `is_known`
     the result may be that of the whole batch where it would be a term.
     """
-    signatures = tuple(found for found in _possible(op, reads, routed) if _fits(op, found, domains))
+    signatures = tuple(found for found in _possible(op, reads, routed, roles) if _fits(op, found, domains))
     if is_known and len(op.outputs) == 1:
         terms = [found for found in signatures if found.outputs == (P,)]
         signatures += tuple(Signature(found.inputs, (I,), KNOWN, found.num_units) for found in terms)
