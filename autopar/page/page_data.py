@@ -13,6 +13,9 @@ from autopar.page.plan_view import PlanView
 from autopar.plans.serialise import HandCosts
 
 FORMAT = 1  # of the JSON, which the page's script reads
+MOST_BYTES = (
+    4_200_000  # of the views of a page, which has 0.7 MB of scripts besides: it opens at once, and can be mailed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class PageData:
     def as_json(self) -> str:
         """The content on one line, without spaces."""
         return json.dumps(self, default=_plain, separators=(",", ":"), allow_nan=False)
+
+
+def num_bytes(views: Sequence[PlanView]) -> int:
+    """The bytes that views take in a page."""
+    return len(PageData("", tuple(views)).as_json().encode())
 
 
 def plan_page(title: str, views: Sequence[PlanView], hand: Mapping[str, HandCosts]) -> PageData:

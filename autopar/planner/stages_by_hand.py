@@ -1,7 +1,7 @@
 """Plans in stages as people write them: hand plans with the letters pp and vp, whose layouts nobody searches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -23,7 +23,7 @@ from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as, r
 from autopar.planner.pipeline.hand_points import Model, model_of, num_data, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, waiting
-from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.planner.pipeline.sweep import Staged, as_run, named_point
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
@@ -86,6 +86,20 @@ def hand_plan_in_stages(
     point = Staged(plan, rest, schedule, found, 0.0, assignment)
     by_hand = plan_by_hand(model, point, cluster, request.training)
     return replace(by_hand, memory_limit_bytes=request.limit_bytes, found_by=f"hand plan {text}")
+
+
+def plans_of_points(plan: StagedPlan) -> Iterator[tuple[str, StagedPlan]]:
+    """(name, plan) of each hand plan in stages that `plan` was compared with, made anew; without those that are not to
+    be made as they cost then.
+    """
+    training = Training(plan.training.optimizer, reduce_dtype=plan.training.reduce_dtype)
+    whole = loss_only(plan.graph)
+    model = model_of(whole, fold(whole), num_stages=plan.schedule.num_ranks)
+    for name, costs in plan.hand.items():
+        point = named_point(name, costs, model, plan.mesh, plan.cluster, training, plan.memory_limit_bytes)
+        if point is not None:
+            by_hand = plan_by_hand(model, point, plan.cluster, training)
+            yield name, replace(by_hand, memory_limit_bytes=plan.memory_limit_bytes, found_by=f"hand plan {name}")
 
 
 def _words(text: str) -> list[str]:

@@ -15,6 +15,8 @@ from autopar.page.plan_view import plan_view
 from autopar.planner.choose import choose_plan
 from autopar.planner.handwritten.named_plan import named_plans
 from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import plans_of_points
+from autopar.plans.staged_plan import StagedPlan
 
 CLUSTER = load_cluster("h100")
 NAUGHTY = "<script>alert(1)<!--"
@@ -53,9 +55,11 @@ def planned(mesh: str) -> AnyPlan:
 
 @cache
 def page(mesh: str) -> PageData:
-    """The page of the plan on `mesh`, without stages beside its hand plans."""
+    """The page of the plan on `mesh` beside its hand plans."""
     plan = planned(mesh)
-    names = [] if mesh.startswith("pp") else list(plan.hand)
-    others = named_plans(names, model(), plan.graph, plan.mesh, CLUSTER, PlanRequest())
-    views = [plan_view("this plan", plan), *(plan_view(name, other) for name, other in zip(names, others))]
+    if isinstance(plan, StagedPlan):
+        others = plans_of_points(plan)
+    else:
+        others = zip(plan.hand, named_plans(plan.hand, model(), plan.graph, plan.mesh, CLUSTER, PlanRequest()))
+    views = [plan_view("this plan", plan), *(plan_view(name, other) for name, other in others)]
     return plan_page("a page", views, plan.hand)

@@ -14,15 +14,18 @@ import pytest
 
 from autopar.answers.scaling import ScalingPoint
 from autopar.answers.step_terms import step_terms
-from autopar.cli import main
+from autopar.cli import main, page_option
+from autopar.cli.page_option import write_plan_page
 from autopar.errors import AutoparError
 from autopar.page import write_page
 from autopar.page.block_tree import ModelBlock, block_tree
 from autopar.page.leaves import leaves
 from autopar.page.page_data import plan_page, sweep_page
 from autopar.page.plan_view import TICKS, plan_view
+from autopar.planner.request import PlanRequest
+from autopar.planner.stages_by_hand import plans_of_points
 from autopar.plans.plan import Plan
-from tests.page.page_cases import DEPTH, NAUGHTY, page, planned
+from tests.page.page_cases import DEPTH, NAUGHTY, model, page, planned
 from tests.planner.cases import hand_made
 
 STAGED = "pp=2,dp=2"
@@ -88,15 +91,42 @@ def test_the_timeline_and_the_memory_are_those_of_the_plan() -> None:
         assert sum(view.terms.values()) == pytest.approx(plan.step_s) and view.terms == step_terms(plan)
 
 
-def test_hand_plans_beside_the_plan_cost_what_its_table_says() -> None:
-    plan, content = planned("dp=2,tp=2"), page("dp=2,tp=2")
+# The sweep of plans in stages adds up the times of blocks, which tiny layers take otherwise together.
+@pytest.mark.parametrize(("mesh", "precision"), [("dp=2,tp=2", 1e-6), (STAGED, 0.2)])
+def test_hand_plans_beside_the_plan_cost_what_its_table_says(mesh: str, precision: float) -> None:
+    plan, content = planned(mesh), page(mesh)
     assert {row.name for row in content.compared} == {"this plan", *plan.hand} and len(content.views) > 3
     for row in content.compared[1:]:
         assert row.view is not None and content.views[row.view].name == row.name
         assert (row.step_s, row.memory_bytes) == (
-            pytest.approx(plan.hand[row.name].step_s),
+            pytest.approx(plan.hand[row.name].step_s, rel=precision),
             pytest.approx(plan.hand[row.name].memory_bytes, rel=1e-6),
         )
+
+
+def test_a_hand_plan_in_stages_that_is_not_made_as_it_cost_has_costs_alone() -> None:
+    plan = planned(STAGED)
+    first, *others = plan.hand
+    named = {"pp=2,<b>,1f1b,m=8": HAND, "pp=3,ddp,1f1b,m=8": HAND, "ddp": HAND}
+    claimed = {name: plan.hand[name] for name in others} | {first: replace(plan.hand[first], step_s=1.0)} | named
+    made = dict(plans_of_points(replace(plan, hand=claimed)))
+    assert sorted(made) == sorted(others) and len(others) > 3
+    for name, by_hand in made.items():
+        assert str(by_hand.schedule.name) in name and by_hand.found_by == f"hand plan {name}"
+    whole = plans_of_points(replace(plan, is_from_file=True))
+    assert {name for name, _ in whole} == set(plan.hand)
+
+
+def test_a_page_has_the_views_that_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, path = planned(STAGED), tmp_path / "page.html"
+    write_plan_page(str(path), "", {"this plan": plan}, model(), PlanRequest(), lambda _: None)
+    views = json.loads(read(path.read_text()).text["content"])["views"]
+    assert [view["name"] for view in views[1:]] == list(plan.hand)
+    of_two = sum(len(json.dumps(view, separators=(",", ":"), ensure_ascii=False)) for view in views[:2])
+    monkeypatch.setattr(page_option, "MOST_BYTES", of_two + 1000)
+    write_plan_page(str(path), "", {"this plan": plan}, model(), PlanRequest(), lambda _: None)
+    content = json.loads(read(path.read_text()).text["content"])
+    assert len(content["views"]) == 2 and len(content["compared"]) == 1 + len(plan.hand)
 
 
 class Elements(HTMLParser):

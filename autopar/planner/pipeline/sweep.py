@@ -1,6 +1,7 @@
 """The sweep of hand plans with stages: every pipeline depth, grid, flavour, schedule and number of microbatches."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,12 +10,15 @@ import numpy as np
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
+from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
-from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
+from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
 from autopar.planner.pipeline.hand_points import Model, num_data, points, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, recut, stage_times, time_of, waiting
 from autopar.planner.promise import rough_step_s
+from autopar.plans.serialise import HandCosts
+from autopar.plans.staged_plan import sub_mesh
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
@@ -37,6 +41,9 @@ _PRECISION = 1e-3
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 # The schedules of which one has the least memory for any number of microbatches.
 LIGHTEST = ("1f1b", "gpipe")
+# `Staged.name`, and the relative difference of costs that are the same.
+_NAME = re.compile(r"pp=(?P<ranks>\d+)(,vp=\d+)?,(?P<plan>.+),(?P<schedule>[0-9a-z-]+),m=(?P<num>\d+)(,recompute=\d+)?")
+_SAME = 1e-6
 # Numbers of stages a rank for the interleaved schedule.
 _CHUNKS = (2, 4)
 
@@ -72,11 +79,12 @@ class Staged:
     @property
     def name(self) -> str:
         """The name of the point, such as
-        'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with the number of
-        recomputed blocks.
+        'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with several stages of a
+        rank ('pp=4,vp=2,...') and the number of recomputed blocks.
         """
-        again = sum(self.partition.num_recomputed)
-        words = [f"pp={self.schedule.num_ranks}", format_hand_plan(self.plan, self.mesh), self.schedule.name]
+        again, chunks = sum(self.partition.num_recomputed), self.schedule.num_stages // self.schedule.num_ranks
+        words = [f"pp={self.schedule.num_ranks}"] + [f"vp={chunks}"] * (chunks > 1)
+        words += [format_hand_plan(self.plan, self.mesh), self.schedule.name]
         words += [f"m={self.schedule.num_microbatches}"] + [f"recompute={again}"] * (again > 0)
         return ",".join(words)
 
@@ -126,6 +134,41 @@ def sweep(
     return shared.recut(found, deadline)
 
 
+def named_point(
+    name: str, costs: HandCosts, model: Model, mesh: Mesh, cluster: Cluster, training: Training, limit_bytes: float
+) -> Staged | None:
+    """The point of the sweep of this name and these costs; None if there is none on `mesh`, the stages first, or on
+    another one of as many devices.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    num_ranks, num = int(found["ranks"]), int(found["num"])
+    shared = _Sweep(model, cluster, training, limit_bytes)
+    for sub in dict.fromkeys(_sub_meshes(found["plan"], num_ranks, mesh)):
+        try:
+            plan = parse_hand_plan(found["plan"], sub)
+        except PlanError:
+            continue
+        for point in shared.on((plan,), sub, num_ranks, num, (found["schedule"],)):
+            for one in (point, shared.recut_alone(point)):
+                is_it = one.name == name and math.isclose(one.step_s, costs.step_s, rel_tol=_SAME)
+                if is_it and math.isclose(max(one.rank_bytes), costs.memory_bytes, rel_tol=_SAME):
+                    return one
+    return None
+
+
+def _sub_meshes(plan: str, num_ranks: int, mesh: Mesh) -> Iterator[Mesh]:
+    """The meshes of a rank of the pipeline that a point may have had: that of `mesh`, and that of `grids`."""
+    if PIPELINE not in mesh.axis_names or mesh.shape[0] == num_ranks:
+        yield sub_mesh(mesh)
+    tensor = next((int(word[3:]) for word in re.split("[:,]", plan) if re.fullmatch(r"tp=\d+", word)), 1)
+    if mesh.num_devices % (num_ranks * tensor) == 0:
+        sizes = {"dp": mesh.num_devices // (num_ranks * tensor), "tp": tensor}
+        named = {key: size for key, size in sizes.items() if size > 1} or {"dp": 1}
+        yield Mesh(tuple(named.values()), tuple(named))
+
+
 @dataclass(frozen=True)
 class _Sweep:
     """The data that all points of a sweep share."""
@@ -163,11 +206,12 @@ class _Sweep:
             kind, is_near = (one.mesh, one.schedule), one.step_s <= _NEAR * found[0].step_s
             if is_near and kind not in kinds and len(kinds) < _MOST_RECUT and not deadline.is_past:
                 kinds.add(kind)
-                one = self._recut(one)
+                one = self.recut_alone(one)
             made.append(one)
         return sorted(made, key=lambda one: one.step_s)
 
-    def _recut(self, point: Staged) -> Staged:
+    def recut_alone(self, point: Staged) -> Staged:
+        """The point with a better cut, if that is worth it."""
         mesh, schedule = point.mesh, point.schedule
         link = transfer(self.cluster, schedule.num_ranks, mesh.num_devices)
         asked = (point.plan,), schedule.num_microbatches, mesh, self.cluster, self.training
