@@ -154,6 +154,15 @@ def test_the_timeline_of_stages_is_zoomed_and_pointed_at(browser, folder: Path) 
     reader.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", reader.one("#memory"))
     reader.choose("#rank", "1")
     reader.until(lambda: len(reader.all("#rank-times canvas, #rank-bytes canvas, #curve canvas")) == 3)
+    # A hand plan in stages: its schedule in all sections, and back.
+    step, other = reader.text("#summary .card strong"), "pp=2,vp=2,zero2,interleaved,m=8"
+    reader.click(next(each for each in reader.all(".pick") if each.text == other))
+    reader.until(lambda: reader.text("#shown") == other)
+    assert "interleaved" in reader.text("#summary") and reader.text("#summary .card strong") != step
+    reader.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", reader.one("#lanes"))
+    reader.until(lambda: reader.one("#lanes").get_attribute("data-drawn") == "yes")
+    reader.choose("#switch", "this plan")
+    reader.until(lambda: reader.text("#summary .card strong") == step)
     reader.check_quiet()
 
 
