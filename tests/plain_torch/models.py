@@ -1,6 +1,7 @@
 """Models whose parameters or activations meet parts of tensors between a split product and the next one."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo import BATCH, HEADS, HIDDEN, LAYERS, SEQUENCE, VOCABULARY, Case
@@ -36,6 +37,31 @@ class GatedStack(nn.Module):
         return (x - 1).square().mean()
 
 
+class Recurrent(nn.Module):
+    """An LSTM, whose output is not contiguous, between a table and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN, 2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output, _ = self.lstm(self.table(ids))
+        return F.cross_entropy(self.head(output).flatten(0, 1), ids.flatten())
+
+
+class OwnSizes(nn.Module):
+    """Code between split products that divides by the number of features it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).relu()
+        return (self.down(y / y.shape[-1] * 4) - 1).square().mean()
+
+
 def _language(kind: str) -> Case:
     import transformers
 
@@ -52,19 +78,42 @@ def _language(kind: str) -> Case:
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    own = {"Qwen3": {"head_dim": HIDDEN // HEADS}, "Qwen2": {"tie_word_embeddings": True}}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **own.get(kind, {}))
-    ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    own = {
+        "Qwen3": {"head_dim": HIDDEN // HEADS},
+        "Qwen2": {"tie_word_embeddings": True},
+        "Gemma2": {"head_dim": HIDDEN // HEADS, "sliding_window": SEQUENCE // 2},
+        "OPT": {"ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1, "dropout": 0.0},
+        "Phi": {"resid_pdrop": 0.0},
+        "T5": {
+            "d_model": HIDDEN,
+            "d_kv": HIDDEN // HEADS,
+            "d_ff": 2 * HIDDEN,
+            "num_layers": LAYERS,
+            "num_heads": HEADS,
+            "dropout_rate": 0.0,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 0,
+        },
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes | own.get(kind, {}))
+    ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
+    model = getattr(transformers, f"{kind}For{'ConditionalGeneration' if kind == 'T5' else 'CausalLM'}")(config)
     return Case(model, (), {"input_ids": ids, "labels": ids}, lambda output: output.loss)
+
+
+LANGUAGE = ("Qwen2", "Qwen3", "Olmo2", "Mistral", "Phi", "OPT", "GPTNeoX", "Gemma2", "T5")
+OWN = {"lstm": Recurrent, "own sizes": OwnSizes}
 
 
 def build(name: str) -> Case:
     """A model of this file, by its class or what gates it, or one of the zoo; float64, the same at each call."""
-    if name not in ("Qwen2", "Qwen3", "Olmo2", "Mistral", "gate", "scale", "norm"):
+    if name not in (*LANGUAGE, *OWN, "gate", "scale", "norm"):
         return build_of_zoo(name)
     torch.manual_seed(0)
-    if name[0].islower():
+    if name in OWN:
+        x = torch.randint(VOCABULARY, (BATCH, SEQUENCE)) if name == "lstm" else torch.randn(BATCH, HIDDEN).double()
+        case = Case(OWN[name](), (x,), {}, lambda loss: loss)
+    elif name[0].islower():
         case = Case(GatedStack(name), (torch.randn(BATCH, SEQUENCE, HIDDEN).double(),), {}, lambda loss: loss)
     else:
         case = _language(name)

@@ -66,8 +66,22 @@ MANY_STAGES = tuple(
 )
 
 
+# Models of other kinds: one table for words and positions, heads fused, blocks in parallel, two stacks, no products.
+OTHERS = tuple(
+    (name, *rest)
+    for name in ("Phi", "OPT", "GPTNeoX", "Gemma2", "T5", "lstm")
+    for rest in (
+        ("dp=4", "ddp"),
+        ("tp=4", "megatron"),
+        ("dp=2,tp=2", "megatron:dp=2,tp=2,zero3"),
+        ("pp=2,dp=2", "pp=2", "1f1b", 2),
+        ("pp=2,tp=2", "megatron:pp=2,tp=2", "1f1b", 2),
+    )
+)
+
+
 # What is between a split product and the next one: parameters of norms, a gate, a mean over parts.
-BETWEEN = tuple((name, "tp=4", "megatron") for name in ("Qwen3", "Olmo2", "gate", "scale", "norm")) + (
+BETWEEN = tuple((name, "tp=4", "megatron") for name in ("Qwen3", "Olmo2", "gate", "scale", "norm", "own sizes")) + (
     ("scale", "dp=2,tp=2", "megatron:dp=2,tp=2"),
 )
 
@@ -76,7 +90,7 @@ BETWEEN = tuple((name, "tp=4", "megatron") for name in ("Qwen3", "Olmo2", "gate"
 OF_TRANSFORMERS = (("Qwen3", "dp=2,tp=2", "megatron:dp=2,tp=2,zero3", "hf"),)
 MANY_OF_TRANSFORMERS = tuple(
     (name, mesh, plan, "hf")
-    for name in ("gpt2", "Mistral", "Qwen2", "Qwen3", "Olmo2", "bert", "vit")
+    for name in ("gpt2", "llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "bert", "vit")
     for mesh, plan in (("tp=4", "megatron"), ("dp=2,tp=2", "megatron:dp=2,tp=2,zero2"), ("a=2,b=2", "zero3"))
 )
 
@@ -170,3 +184,8 @@ def test_files_in_stages_of_all_models_train_as_one_device_without_autopar(tmp_p
 @pytest.mark.multirank
 def test_files_of_all_models_train_as_one_device_without_autopar(tmp_path):
     check(MANY, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_of_other_models_train_as_one_device_without_autopar(tmp_path):
+    check(OTHERS, tmp_path)

@@ -17,6 +17,16 @@ from autopar.torch_compat import forget_meshes, register_fake_backend
 
 HandFunction = Callable[[nn.Module, DeviceMesh], Any]
 _GPU_WORDS = ("cuda", "nvidia", "nccl", "gpu", "accelerator")
+# Files of torch that cannot take a model on the meta device -> what to do.
+_HINTS = {
+    "torch/nn/parallel/distributed.py": (
+        "The model is on the meta device, of which DistributedDataParallel can send nothing: give it init_sync=False"
+        " where parameters are on meta"
+    ),
+    "torch/distributed/fsdp/fully_sharded_data_parallel.py": (
+        "FullyShardedDataParallel gives contents to a model on the meta device, and cannot be read: write fully_shard"
+    ),
+}
 # Names that wrappers put into FQNs.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -66,9 +76,14 @@ def call_function(function: HandFunction, model: nn.Module, mesh: DeviceMesh) ->
     return made
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def unwrapped(made: nn.Module, given: nn.Module) -> nn.Module:
+    """The module, in `made` by a function, whose parameters have the names that they have in `given`: itself, the model
+    inside of DistributedDataParallel, or `given` inside of another module.
+    """
+    made = made.module if isinstance(made, DistributedDataParallel) else made
+    names = {clean(name) for name, _ in made.named_parameters()}
+    is_named = names >= {clean(name) for name, _ in given.named_parameters()}
+    return given if not is_named and any(module is given for module in made.modules()) else made
 
 
 def clean(fqn: str) -> str:
@@ -88,8 +103,12 @@ def place_of(function: HandFunction) -> str:
 def _failure(function: HandFunction, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     file = place_of(function).partition(":")[0]
-    frame = next((one for one in reversed(frames) if one.filename == file), frames[-1])
-    told = f"{frame.filename}:{frame.lineno}: `{frame.line}` raised {type(error).__name__}: {error}"
+    frame = next((one for one in reversed(frames) if one.filename == file), None)
+    where = f"{frame.filename}:{frame.lineno}: `{frame.line}`" if frame else place_of(function)
+    told = f"{where} raised {type(error).__name__}: {error}"
+    for end, hint in _HINTS.items():
+        if any(one.filename.endswith(end) for one in frames):
+            return f"{told}. {hint}"
     if any(word in str(error).lower() for word in _GPU_WORDS):
         return (
             f"{told}. The function is read without a GPU, on a mesh of CPUs and a model on the meta device: take the"

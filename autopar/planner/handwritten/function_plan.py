@@ -148,8 +148,6 @@ def _regions(graph: Graph, modules: tuple[str, ...]) -> Iterator[tuple[str, ...]
 def _stored_of(item: Input, written: WrittenLayouts, function: HandFunction) -> DTensorLayout:
     """The layout of a parameter, which all its names must have."""
     names = [name for name in (item.fqn, *item.aliases) if name in written.stored]
-    if not names:
-        raise PlanError(f"{place_of(function)} leaves no parameter {item.fqn}: the model that it is given has one")
     layouts = {written.stored[name].layout for name in names}
     if len(layouts) > 1:
         raise PlanError(

@@ -73,20 +73,38 @@ def read_function(
     `uses`: FQN -> use of each weight of a product or lookup. PlanError with the line where the function raises, or with
     its name where it leaves a mesh axis without any use, or parameters whose gradients nobody sums.
     """
+    before = {clean(name): _Facts(x) for name, x in model.named_parameters(remove_duplicate=False)}
     with fake_ranks(mesh) as devices:
-        return _Reader(function, call_function(function, model, devices), mesh, uses).read()
+        made = call_function(function, model, devices)
+        return _Reader(function, made, unwrapped(made, model), mesh, uses, before).read()
+
+
+class _Facts:
+    """A parameter's global shape, dtype and whether it is trained."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.shape, self.dtype, self.is_trained = parameter.shape, parameter.dtype, parameter.requires_grad
 
 
 class _Reader:
     """One module that a function made, while its ranks are there."""
 
-    def __init__(self, function: HandFunction, made: nn.Module, mesh: Mesh, uses: Mapping[str, WeightUse]) -> None:
-        self.place, self.made, self.mesh, self.uses = place_of(function), made, mesh, uses
-        self.model = unwrapped(made)
+    def __init__(
+        self,
+        function: HandFunction,
+        made: nn.Module,
+        model: nn.Module,
+        mesh: Mesh,
+        uses: Mapping[str, WeightUse],
+        before: Mapping[str, _Facts],
+    ) -> None:
+        self.place, self.made, self.model, self.mesh = place_of(function), made, model, mesh
+        self.uses, self.before = uses, before
         self.parameters = {clean(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
-        self.groups = list(_groups(self.model))
+        self.groups = list(_groups(self.made))
 
     def read(self) -> WrittenLayouts:
+        self._check_same_model()
         data = {axis for group in self.groups for axis in self._data_axes(group.mesh_info)} | self._ddp_axes()
         stored = {name: self._stored(parameter) for name, parameter in self.parameters.items()}
         split = {axis for one in stored.values() for axis, placement in enumerate(one.layout) if placement.is_split}
@@ -112,6 +130,16 @@ class _Reader:
             self._reduce_dtype(),
             tuple(self._remarks(mixed)),
         )
+
+    def _check_same_model(self) -> None:
+        """PlanError if the function makes another model than the one that was traced."""
+        if missing := [name for name in self.before if name not in self.parameters]:
+            raise PlanError(f"{self.place} leaves no parameter {missing[0]}: the model that it is given has one")
+        added = next((name for name in self.parameters if name not in self.before), None)
+        other = next((n for n, facts in self.before.items() if self.parameters[n].shape != facts.shape), None)
+        if added or other:
+            what = f"adds parameter {added}" if added else f"gives {other} another shape"
+            raise PlanError(f"{self.place} {what}: that is another model than it is given; change the model before")
 
     def _axes(self, mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
         """The mesh axes, together one dim of a device mesh that the function made of them."""
@@ -217,8 +245,8 @@ class _Reader:
         """The parameters of each group, and whether forward frees what it gathers of them; the root's does not unless
         that is asked for, since backward begins with it.
         """
-        root = next((module for module in self.model.modules() if isinstance(module, FSDPModule)), None)
-        for module in self.model.modules():
+        root = next((module for module in self.made.modules() if isinstance(module, FSDPModule)), None)
+        for module in self.made.modules():
             if isinstance(module, FSDPModule):
                 state: Any = module._get_fsdp_state()
                 is_freed = not (module is root and state._auto_reshard_after_forward)
@@ -256,6 +284,20 @@ class _Reader:
                 f"param_dtype {', '.join(map(str, dtypes))} is not priced: give autopar a model of that dtype to price"
                 " its products and gathers."
             )
+        frozen = [n for n, facts in self.before.items() if facts.is_trained and not self.parameters[n].requires_grad]
+        if frozen:
+            yield f"{len(frozen)} parameters, {frozen[0]} first, are frozen here, priced as trained; freeze them first."
+        other = {facts.dtype for n, facts in self.before.items() if self.parameters[n].dtype != facts.dtype}
+        if other:
+            yield (
+                f"Parameters of {', '.join(map(str, other))} get another dtype here, which is not priced: give"
+                " autopar a model of that dtype."
+            )
+        if any(_keeps_fewer_parts(group) for group in self.groups):
+            yield (
+                "A number as reshard_after_forward is priced as True: parameters are gathered again among all ranks,"
+                " not among so many, which hold larger parts until then."
+            )
         if any(_offloads(group) for group in self.groups):
             yield "CPUOffloadPolicy is priced as optimizer state on the host; parameters and gradients stay."
 
@@ -276,6 +318,11 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.13 on
     return [state._fsdp_param_group] if several is None else several
+
+
+def _keeps_fewer_parts(group: Any) -> bool:
+    after = group.post_forward_mesh_info
+    return after is not None and after.shard_mesh_size != group.mesh_info.shard_mesh_size
 
 
 def _offloads(group: Any) -> bool:

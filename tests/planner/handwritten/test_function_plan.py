@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
@@ -159,6 +160,55 @@ def test_gradients_are_summed_in_the_dtype_of_the_policy():
     assert any("param_dtype" in remark for remark in found.remarks)
 
 
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+
+def around(model: Any, mesh: DeviceMesh) -> nn.Module:
+    both(model, mesh)
+    return Around(model)
+
+
+def sharded_around(model: Any, mesh: DeviceMesh) -> nn.Module:
+    tensor_parallel(model, mesh["tp"])
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(Around(model), mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("function", [around, sharded_around])
+def test_a_module_around_the_model_is_priced_as_the_model(function):
+    found, expected = written(function), written(both)
+    assert (found.rows, found.plan.step_s) == (expected.rows, expected.plan.step_s)
+
+
+def frozen(model: Any, mesh: DeviceMesh) -> None:
+    model.model.embed_tokens.weight.requires_grad_(False)
+    on_all(model, mesh)
+
+
+def in_bfloat16(model: Any, mesh: DeviceMesh) -> None:
+    on_all(model.to(torch.bfloat16), mesh)
+
+
+def kept_on_two(model: Any, mesh: DeviceMesh) -> None:
+    sharded(model, mesh["dp", "tp"]._flatten("all"), reshard_after_forward=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (frozen, "1 parameters, model.embed_tokens.weight first, are frozen"),
+        (in_bfloat16, "another dtype"),
+        (kept_on_two, "priced as True"),
+    ],
+)
+def test_what_is_priced_otherwise_is_told(function, words):
+    assert any(words in remark for remark in written(function).remarks)
+
+
 def raises(model: nn.Module, mesh: DeviceMesh) -> None:
     raise ValueError("no such layer")
 
@@ -181,6 +231,25 @@ def without_dp(model: Any, mesh: DeviceMesh) -> None:
     tensor_parallel(model, mesh["tp"])
 
 
+def replicated(model: Any, mesh: DeviceMesh) -> nn.Module:
+    tensor_parallel(model, mesh["tp"])
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+
+def with_fsdp1(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return FullyShardedDataParallel(model, device_mesh=mesh["dp"])
+
+
+def with_bias(model: Any, mesh: DeviceMesh) -> None:
+    model.lm_head = nn.Linear(32, 64, device="meta")
+    both(model, mesh)
+
+
+def with_more_words(model: Any, mesh: DeviceMesh) -> None:
+    model.lm_head = nn.Linear(32, 128, bias=False, device="meta")
+    both(model, mesh)
+
+
 def split_hidden(model: Any, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tp"], {"model.embed_tokens": ColwiseParallel()})
     sharded(model, mesh["dp"])
@@ -194,6 +263,11 @@ def split_hidden(model: Any, mesh: DeviceMesh) -> None:
         (half_on_meta, r"test_function_plan.py:\d+: half_on_meta gives lm_head.weight contents and leaves \d+ .*embed"),
         (without_root, r"leaves 3 parameters, model.embed_tokens.weight first, out of fully_shard"),
         (without_dp, r"splits no parameter on mesh axis 'dp' and sums no gradients"),
+        (replicated, r"test_function_plan.py:\d+: `return Distributed.* init_sync=False"),
+        (with_fsdp1, r"test_function_plan.py:\d+: `return Fully.* write fully_shard"),
+        (with_bias, r"with_bias adds parameter lm_head.bias"),
+        (with_more_words, r"with_more_words gives lm_head.weight another shape"),
+        (lambda model: model, r"test_function_plan.py:\d+: <lambda> raised TypeError"),
         (split_hidden, r"splits model.embed_tokens.weight as .*only products"),
         (lambda model, mesh: 3, r"test_function_plan.py:\d+: <lambda> returned a int"),
         (lambda model, mesh: nn.Linear(2, 2, device="meta"), r"leaves no parameter|nobody|splits no parameter"),
