@@ -125,6 +125,12 @@ def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     return "", ""
 
 
+_ELSEWHERE = (
+    "it reads weights of the compiled model itself, which are DTensors, by a global name or another object, and a copy"
+    " of the model is traced: let forward read them from self, as types.MethodType(function, model) does"
+)
+
+
 def remedy_of(error: Exception) -> str:
     """A clause to append to the message of an error of torch's that a trace ended with; "" if there is none."""
     remedy = _OF_ERRORS.get(type(error).__name__, "")
@@ -133,4 +139,6 @@ def remedy_of(error: Exception) -> str:
             remedy = TRANSFORMS
         elif any(isinstance(local, PackedSequence) for local in frame.f_locals.values()):
             remedy = PACKED
+    if "cast NotImplemented to Tensor" in str(error):  # of a DTensor beside what is traced
+        remedy = _ELSEWHERE
     return f"; {remedy}" if remedy else ""

@@ -63,8 +63,8 @@ _OF_LAYERS = (
     aten.native_group_norm.default,
     aten.native_layer_norm.default,
 )
-# By which the norm of all gradients is computed.
-_OF_ALL = (aten._foreach_norm.Scalar, aten.stack.default)
+# By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
+_OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
 
 
 def handle_writes() -> None:
@@ -184,7 +184,8 @@ def _check_alike(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     if any(not isinstance(item, DTensor) for item in args[0]):
         raise AutoparError(
             f"{op} was called with plain tensors beside DTensors, as where a norm is of the gradients of a compiled"
-            " model and of layers outside of it. Compile the module that has both, or call clip_grad_norm_ for each"
+            " model and of layers outside of it, or DistributedDataParallel is around both. Compile the module that has"
+            " both, or call clip_grad_norm_ for each, and wrap the layers outside alone"
         )
     with as_torch_does(op):
         return op(*args, **kwargs)

@@ -50,20 +50,27 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
     shown = model.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_autopar" not in vars(self):  # the copy that is traced, whose forward calls the one that it replaced
+            return type(self).forward(self, *args, **kwargs)
         runtime: CallRuntime = self._autopar
         check_not_traced("" if isinstance(kwargs, dict) else "torch.fx.symbolic_trace")
         if runtime.bare is not None:  # a forward that was set on the module calls the one that it replaced
             return runtime.original.forward(runtime.bare, *args, **kwargs)
         return runtime.call(self, args, as_of_all_parts(kwargs, runtime.parts))
 
+    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
     functools.update_wrapper(forward, shown)
-    del forward.__wrapped__  # type: ignore[attr-defined]
+    vars(forward).pop("__signature__", None)
+    # functools.wraps(model.forward) copies what is written on a function: a signature with self among it
+    forward.__wrapped__ = described  # type: ignore[attr-defined]
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(shown)
     if "self" in signature.parameters:
         own = own.replace(name="_self")
     if all(each.kind is not inspect.Parameter.POSITIONAL_ONLY for each in signature.parameters.values()):
-        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        described.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[own, *signature.parameters.values()]
         )
     return forward
@@ -103,7 +110,10 @@ def tracer(
             try:
                 return how(bare, loss_fn, *examples, *asked)
             except TraceError as error:
-                if changed := ", ".join(runtime.changes.last[:3]):
+                names = dict.fromkeys(
+                    "forward" if name in (FORWARD, _REPLACED) else name for name in runtime.changes.last
+                )
+                if changed := ", ".join([*names][:3]):
                     raise TraceError(
                         f"{error}; the model was changed since it was planned ({changed}): do before autopar.compile"
                         " what replaces layers, as get_peft_model does"

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -131,6 +131,69 @@ def test_a_second_forward_of_an_instance_that_had_its_own_is_refused(one_rank: N
     model = autopar.compile(model, device_mesh((1,), ("dp",)))
     with pytest.raises(AutoparError, match=r"set it before autopar\.compile"):
         model.forward = lambda x: x
+
+
+def of_closure(model: Scaled) -> None:
+    model.forward = lambda x: model.body(x) * 2
+
+
+def wrapped(model: Scaled) -> None:
+    before = model.forward
+
+    @functools.wraps(before)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return before(*args, **kwargs) * 2
+
+    model.forward = forward
+
+
+def of_method(model: Scaled) -> None:
+    model._old_forward = model.forward
+    model.forward = functools.partial(lambda old, x: old(x) * 2, model._old_forward)
+
+
+def of_layer(model: Scaled) -> None:
+    before, layer = model.body.forward, model.body
+    model.body.forward = lambda x: before(x) + x @ layer.weight.T
+
+
+def hooked(model: Scaled) -> None:
+    model.body.register_forward_hook(lambda _module, _args, out: out + model.body.bias)
+
+
+@pytest.mark.parametrize("set_forward", [of_closure, wrapped, of_method, of_layer, hooked])
+@pytest.mark.parametrize("when", ["before compile", "before the plan", "after the plan"])
+def test_functions_set_on_a_model_may_enclose_it(one_rank: None, set_forward: Any, when: str) -> None:
+    """As trainers and patches set them: the trace, which is of a copy, met the DTensors of the model itself."""
+    truth, model = scaled(), scaled()
+    set_forward(truth)
+    if when == "before compile":
+        set_forward(model)
+    model = autopar.compile(
+        model, device_mesh((1,), ("dp",)), cluster="cpu", args=None if when == "before the plan" else (batch(),)
+    )
+    if when != "before compile":
+        set_forward(model)
+    for _ in range(2):
+        found, expected = model(batch()), truth(batch())
+        torch.testing.assert_close(plain(found), plain(expected))
+        found.sum().backward(), expected.sum().backward()
+        for x, y in zip(model.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(plain(x.grad), y.grad)
+
+
+def test_a_forward_that_reads_the_model_by_another_object_is_refused(one_rank: None) -> None:
+    model = autopar.compile(scaled(), device_mesh((1,), ("dp",)), cluster="cpu")
+    held = SimpleNamespace(model=model)
+    model.forward = lambda x: held.model.body(x)
+    with pytest.raises(TraceError, match=r"weights of the compiled model itself.*types.MethodType\(function, model\)"):
+        model(batch())
+
+
+def test_ddp_around_a_compiled_part_and_a_plain_layer_is_refused(one_rank: None) -> None:
+    model = autopar.compile(scaled(), device_mesh((1,), ("dp",)), cluster="cpu", args=(batch(),))
+    with pytest.raises(AutoparError, match=r"DistributedDataParallel is around both.*wrap the layers outside alone"):
+        DistributedDataParallel(nn.Sequential(model, nn.Linear(WIDTH, 2)))
 
 
 def test_wrapping_in_ddp_says_what_to_do(one_rank: None) -> None:
