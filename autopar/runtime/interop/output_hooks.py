@@ -1,13 +1,17 @@
 """`refuse_hooks`: outputs of a model that are copies of what its loss is computed of, and get no gradient of that."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from autopar.codegen.program import AnyStep, Call, Program, Release, Variable, flat, reads, writes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Value
+from autopar.torch_compat import local_of_caller, module_of_caller
+
+# Lightning's Fabric sets a hook on each output that asks whether Fabric runs backward, and reads no gradient.
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 def copied_outputs(graph: Graph, program: Program) -> frozenset[int]:
@@ -44,7 +48,9 @@ def refuse_hooks(x: Any) -> None:
             vars(x)[name] = _refuse
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse(*given: Any) -> Any:
+    if module_of_caller() in _FABRIC:
+        return torch.Tensor.register_hook(local_of_caller("tensor"), *given)
     raise AutoparError(
         "register_hook or retain_grad of an output of the compiled model, of which the model itself computes other"
         " outputs: a rank computes them of its part, and what is returned is gathered from the parts, so that its"

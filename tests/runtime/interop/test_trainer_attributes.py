@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import autopar
@@ -65,3 +66,39 @@ def stages_are_refused() -> None:
 
 def test_a_trainer_that_runs_forward_itself_is_told_of_stages_as_it_is_made(ranks4: Ranks) -> None:
     ranks4.run(stages_are_refused)
+
+
+class WithLoss(nn.Module):
+    """A loss, and what it is computed of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.body(x)
+        return nn.functional.cross_entropy(z, y), z
+
+
+FABRIC = """
+def forward(tensor, seen):
+    tensor.register_hook(lambda gradient: seen.append(gradient.shape))
+"""
+
+
+def fabric_sets_hooks() -> None:
+    names: dict[str, Any] = {"__name__": "lightning.fabric.wrappers"}
+    exec(FABRIC, names)
+    model = autopar.compile(WithLoss(), device_mesh((4,), ("dp",)), cluster="free-links")
+    loss, z = model(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    with pytest.raises(AutoparError, match="register_hook or retain_grad of an output of the compiled model"):
+        z.register_hook(print)
+    seen: list[torch.Size] = []
+    names["forward"](loss, seen), names["forward"](z, seen)
+    loss.backward()
+    assert loss.shape in seen
+
+
+def test_fabric_may_ask_at_each_output_whether_it_runs_backward(ranks4: Ranks) -> None:
+    """Refused before, where the loss was computed of the parts: Fabric's hook reads no gradient."""
+    ranks4.run(fabric_sets_hooks)
