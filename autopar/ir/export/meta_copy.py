@@ -33,7 +33,8 @@ def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
     copies = empty | {id(x): x for x in shared}
     made = copy.deepcopy(model, copies)
     for module in made.modules():
-        for functions in (vars(module), module._forward_hooks, module._forward_pre_hooks):
+        tables: tuple[dict[Any, Any], ...] = vars(module), module._forward_hooks, module._forward_pre_hooks
+        for functions in tables:
             for name, function in functions.items():
                 if isinstance(function, (FunctionType, MethodType, functools.partial)):
                     functions[name] = _of_copies(function, copies)

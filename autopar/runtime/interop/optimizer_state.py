@@ -18,6 +18,7 @@ from autopar.runtime.interop.local_step import step_on_parts
 from autopar.runtime.interop.optimizer_stages import whole_optimizer_state
 from autopar.runtime.interop.plain_layers import check_plain_layers
 from autopar.runtime.module_runtime import Runtime
+from autopar.runtime.pipeline.stage_gradient import take_as_single
 from autopar.runtime.rank_agreement import is_first
 from autopar.torch_compat import pytree
 
@@ -75,6 +76,7 @@ def cut_loaded_state() -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, torch.optim.Adafactor):
             _check_whole(optimizer)
+            take_as_single(x.grad for group in optimizer.param_groups for x in group["params"])
         if isinstance(optimizer, torch.optim.SparseAdam):
             _check_sparse(optimizer)
         step_on_parts(optimizer, before_update)

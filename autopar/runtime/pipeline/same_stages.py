@@ -23,8 +23,14 @@ def same_stages(plan: StagedPlan, graph: Graph, num_held: int, changed: Sequence
     try:
         return of_other_batch(plan, graph)
     except (AutoparError, ValueError) as error:
-        if not changed:
+        if not changed and type(error) is not PlanError:
             raise
+        if not changed:
+            raise PlanError(
+                "the call makes other ops than those that were cut into stages, as it does under a torch.autocast that"
+                " the model was not compiled in, or with other numbers and flags: expected a call as that by which it"
+                f" was planned. Compile it in the state that it is trained in ({error})"
+            ) from error
         raise PlanError(
             f"{', '.join(changed[:3])} changed after the model was cut into stages, whose ops it no"
             " longer has; change it before autopar.compile, or compile for a mesh without a pipeline axis"

@@ -94,3 +94,10 @@ def mark_gradients(parameters: Iterable[torch.Tensor], *, is_scaled: bool) -> No
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and type(gradient) in (DTensor, StageGradient, ScaledGradient):
             gradient.__class__ = ScaledGradient if is_scaled else StageGradient
+
+
+def take_as_single(gradients: Iterable[torch.Tensor | None]) -> None:
+    """Let each of the `gradients` of stages be read by itself, for an update that joins nothing of several of them."""
+    for gradient in gradients:
+        if type(gradient) is StageGradient:
+            gradient.__class__ = DTensor

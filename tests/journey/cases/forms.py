@@ -52,7 +52,7 @@ def rprop_state_of_one_device(run: Run) -> Numbers:
     return trained_on(run, lambda own: torch.optim.Rprop(own, lr=0.01))
 
 
-@case(refused={PP: "this rank's stages only"})
+@case()
 def adafactor_of_whole_weights(run: Run) -> Numbers:
     """Adafactor of weights that pins= stores whole"""
     args, model = batch(), Stack()

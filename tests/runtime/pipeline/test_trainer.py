@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.errors import PlanError
 from tests.workers import RankError, Ranks, device_mesh
 from tests.zoo import build
 
@@ -87,3 +88,19 @@ def test_an_error_within_a_step_is_everybodys(tmp_path: Path) -> None:
             first == "ValueError: no luck today" if rank == 1 else first.startswith("PeerFailed") and cause in first
         ), first
         assert second.startswith("AutoparError") and "failed before" in second and cause in second, second
+
+
+def train_under_another_autocast() -> str:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    asked = {"cluster": "free-links", "loss_fn": torch.nn.functional.mse_loss}
+    model, batch = autopar.compile(net, device_mesh((2, 2), ("pp", "dp")), **asked), (torch.ones(8, 8),) * 2
+    model.train_step(*batch)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError) as refused:
+        model.train_step(*batch)
+    return str(refused.value)
+
+
+def test_a_step_under_an_autocast_that_was_not_compiled_in_is_refused_with_the_remedy(ranks4: Ranks) -> None:
+    """It said that the plan does not know op 'to' of the model, and to make it anew."""
+    for text in ranks4.run(train_under_another_autocast):
+        assert "torch.autocast that the model was not compiled in" in text and "Compile it in the state" in text
