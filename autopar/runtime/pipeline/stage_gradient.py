@@ -100,4 +100,4 @@ def take_as_single(gradients: Iterable[torch.Tensor | None]) -> None:
     """Let each of the `gradients` of stages be read by itself, for an update that joins nothing of several of them."""
     for gradient in gradients:
         if type(gradient) is StageGradient:
-            gradient.__class__ = DTensor
+            gradient.__class__ = DTensor  # type: ignore[assignment]
