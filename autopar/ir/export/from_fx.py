@@ -1,7 +1,7 @@
 """Conversion of an exported fx graph to functional ops: regions inlined, tuples unpacked, writes and views resolved."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import TRANSFORMS, line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
+from autopar.ir.gradients.gradient_op import GRADIENT, TRACKED
+from autopar.ir.gradients.write_out import gradients_of, note_tracked, start_of
 from autopar.ir.graph import Value
 from autopar.ir.guards.add_guards import emit_sized, note_guard
 from autopar.ir.guards.checked_numbers import SIZES, is_only_checked
@@ -122,12 +124,37 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
     if target == CALL and region.expand is not None:
         return region.expand(node, region, builder)
     at = origin_of(node, region)
+    if target == TRACKED:
+        note_tracked(_bind(node.args[0], region.env, builder, at), builder)
+        return None
+    if target == GRADIENT:
+        return _write_out(node, region, builder, at)
     if not isinstance(node.target, OpOverload | HigherOrderOperator):
         raise TraceError(f"{_quote(node)}: {getattr(node.target, '__name__', target)} is no tensor op; {TRANSFORMS}")
     if target.startswith("higher_order."):
         return _inline(node, target, region, builder)
     _check_sizes(node, target, region)
     return _convert_op(node, target, region, builder, at)
+
+
+def _write_out(node: Node, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> tuple[View, ...]:
+    """The gradients that `torch.autograd.grad` takes, as ops."""
+    ends, starts, directions, are_leaves = map_leaves(
+        _arguments(node), lambda leaf: _bind(leaf, region.env, builder, at)
+    )
+    at = replace(at, name="gradient")
+
+    def emit(backward: Any, values: Sequence[Value], at: Origin) -> Sequence[Value | None]:
+        places = [each for each in backward.graph.nodes if each.op == "placeholder"]
+        env = {place: whole(value) for place, value in zip(places, values)}
+        inner = ConvertedRegion(backward, env, at.is_no_grad, inside=at.module, line=at.line)
+        return [read(made, builder, at) if isinstance(made, View) else None for made in convert_region(inner, builder)]
+
+    try:
+        found = [start_of(value, is_leaf, builder) for value, is_leaf in zip(starts, are_leaves)]
+        return tuple(map(whole, gradients_of(tuple(zip(ends, directions)), found, builder, at, emit)))
+    except TraceError as error:
+        raise TraceError(f"{_quote(node)}: {error}") from error
 
 
 def _gives_no_tensor(node: Node) -> bool:

@@ -47,6 +47,7 @@ class OpBuilder:
     inference: Inference = field(default_factory=Inference)
     known_casts: dict[Any, Casts] = field(default_factory=dict)
     guards: list[tuple[tuple[Value, ...], str, str]] = field(default_factory=list)  # values, condition, line
+    tracked: dict[str, int] = field(default_factory=dict)  # values -> the ops before `requires_grad_` made each a leaf
 
     def unique(self, base: str) -> str:
         """A fresh Python identifier like `base` that is no name of a builtin."""

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.gradients.gradient_op import gradients_kept
 from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
 from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
 
@@ -35,8 +36,8 @@ _RETAINED = (
     " gives"
 )
 _BACKWARD = (
-    "torch.autograd.{} in forward is not recorded: return what is differentiated, and call"
-    " torch.autograd.grad(..., create_graph=True) on what the compiled model gives"
+    "torch.{} in forward is not recorded: take the gradient by torch.autograd.grad(..., create_graph=True), which"
+    " returns it"
 )
 _SEEDED = (
     "torch.manual_seed in forward would run while the model is traced and at no call: draw with that seed outside, and"
@@ -103,8 +104,9 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.Tensor, "retain_grad", _refusal(_RETAINED)))
         name = "register_multi_grad_hook"
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
-        for name in ("grad", "backward"):
-            stack.enter_context(patch.object(torch.autograd, name, _refusal(_BACKWARD.format(name))))
+        for owner, name in ((torch.autograd, "autograd.backward"), (torch.Tensor, "Tensor.backward")):
+            stack.enter_context(patch.object(owner, "backward", _refusal(_BACKWARD.format(name))))
+        stack.enter_context(gradients_kept())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         for written_out in (ctc_loss, gaussian_nll_loss):
             stack.enter_context(patch.object(functional, written_out.__name__, written_out))

@@ -10,6 +10,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
+from autopar.ir.gradients.gradient_op import GRADIENT
 from autopar.ir.outline.chains import CallChain, ReadLate, Unsure
 from autopar.ir.outline.identical_modules import find_alike
 from autopar.ir.outline.opaque_calls import TARGET, Body, Record, stand_ins, unnumbered
@@ -79,6 +80,8 @@ def _check(program: ExportedProgram, record: Record) -> None:
     numbers = [node.args[1] for node in program.graph.nodes if str(node.target) == TARGET]
     if numbers != list(range(len(record.calls))):
         raise Unsure("modules are called whose results are not used, or called in a region of their own")
+    if any(str(node.target) == GRADIENT for node in program.graph.nodes):
+        raise Unsure("the model takes a gradient, which an opaque call has not")
 
 
 def _export_body(module: nn.Module, body: Body) -> ExportedProgram:

@@ -78,6 +78,21 @@ def _select(op: Op) -> Op:
     return _unary(op, "aten.select.int", dim, named["index"] % op.inputs[0].shape[dim])
 
 
+def _softmax(op: Op) -> Op:
+    return _unary(op, op.target.replace("._", ".").replace("default", "int"), arguments_of(op)["dim"])
+
+
+def _convolution(op: Op) -> Op:
+    """The convolution by its number of dims, which torch's own backwards do not name."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = op.args
+    ndim = len(op.inputs[0].shape) - 2
+    if transposed:
+        target = f"aten.conv_transpose{ndim}d.{'default' if ndim == 1 else 'input'}"
+        return replace(op, target=target, args=(x, weight, bias, stride, padding, output_padding, groups, dilation))
+    args = (x, weight, bias, stride, padding, dilation, groups)
+    return replace(op, target=f"aten.conv{ndim}d.default", args=args)
+
+
 def _fill_new(op: Op) -> Op:
     """`x.new_zeros(...)` without x: only its dtype matters, and that is known."""
     value = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1}.get(op.target, arguments_of(op).get("fill_value"))
@@ -129,7 +144,7 @@ _COUNTED_OTHERWISE = frozenset(("aten.stack.default", "aten._weight_norm.default
 def _front(dim: object, ndim: int) -> object:
     if isinstance(dim, tuple):
         return tuple(_front(item, ndim) for item in dim)
-    return dim % ndim if isinstance(dim, int) and ndim else dim
+    return dim + ndim if isinstance(dim, int) and dim < 0 < ndim else dim
 
 
 def _rows(rewrite: Callable[[Op], Op], *names: str) -> Mapping[str, Callable[[Op], Op]]:
@@ -149,6 +164,8 @@ _REWRITES: Mapping[str, Callable[[Op], Op]] = {
     **_rows(_slice_scatter, "slice_scatter.default"),
     **_rows(_narrow, "narrow.default"),
     **_rows(_select, "select.int"),
+    **_rows(_softmax, "_softmax.default", "_log_softmax.default"),
+    **_rows(_convolution, "convolution.default"),
     **_rows(_fill_new, "new_zeros.default", "new_ones.default", "new_full.default"),
     **_rows(_dense, "embedding.default", "embedding_bag.default", "embedding_bag.padding_idx"),
     **_rows(_cat, "cat.default", "concat.default", "concatenate.default"),

@@ -201,6 +201,9 @@ COUNTED_FROM_THE_END = {
     "cosines of rows and a vector": lambda w, x: F.cosine_similarity(x, w[0], dim=-1),
     "products of a vector and rows": lambda w, x: torch.linalg.vecdot(w[0], x, dim=-1),
     "cross products of vectors and rows": lambda w, x: torch.linalg.cross(w[None, :1, :3], x[..., :3], dim=-1),
+    "a dim beyond those of the input": lambda w, x: (
+        torch.ops.aten.select_backward(x[..., 0], x.shape, x.dim() - 1, 1) @ w
+    ),
     "a sum of the last dim": lambda w, x: (x @ w).sum(-1) + x.mean((-1, -2), keepdim=True)[..., 0],
 }
 

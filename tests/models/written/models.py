@@ -2,17 +2,25 @@
 
 import torch
 
-from tests.models.written import flows, habits, loops, objectives, sciences, sequences, structures, tables, vision
+from tests.models.written import (
+    flows,
+    gradients,
+    habits,
+    loops,
+    objectives,
+    sciences,
+    sequences,
+    structures,
+    tables,
+    vision,
+)
 from tests.models.written.draws import Built
 
-_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, habits, loops)
+_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, gradients, habits, loops)
 _MODELS = {name: build for theme in _THEMES for name, build in theme.MODELS.items()}
 PREFIX = "by-hand:"
 # Models that are refused, and words of the reason.
-REFUSED = {
-    f"{PREFIX}packed": "mask what it returns",
-    f"{PREFIX}hamiltonian": "autograd.grad in forward is not recorded",
-}
+REFUSED = {f"{PREFIX}packed": "mask what it returns"}
 WRITTEN = [PREFIX + name for name in _MODELS if PREFIX + name not in REFUSED]
 
 
