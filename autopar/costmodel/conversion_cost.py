@@ -12,10 +12,11 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import seconds_of
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
+from autopar.costmodel.uneven_conversions import forbidden, uneven_recipe
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import InBucket, latency_share, only_gathers
-from autopar.sbp.placement import OWN, OWN_DIM, UNIT, USED, WHOLE, Codes, Layout, codes_of, is_even
-from autopar.sbp.redistribute import CollectiveKind, Move, collective_kinds, collectives_of_value, moves, step_of
+from autopar.sbp.placement import OWN, USED, WHOLE, Codes, Layout, codes_of
+from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
 Layouts = tuple[Layout, ...]
 Weigh = Callable[[CollectiveKind], float]
@@ -103,17 +104,6 @@ def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
     return np.array([codes_of(layout) for layout in layouts], dtype=np.int64).reshape(-1, ndim)
 
 
-@lru_cache(maxsize=256)
-def forbidden(sources: Layouts, targets: Layouts) -> np.ndarray | None:
-    """bool[sources, targets]: whether there is no conversion; None if there is one of every pair."""
-    ndim = len(sources[0]) if sources else 0
-    codes = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]
-    src_own, dst_own = ((one == OWN) | (one % UNIT >= OWN_DIM) & (one >= 0) for one in codes)
-    if not src_own.any() and not dst_own.any():
-        return None
-    return ((codes[0] != codes[1]) & (src_own | dst_own)).any(axis=-1)
-
-
 def conversion_times(
     value: Value,
     sources: Layouts,
@@ -140,7 +130,7 @@ def conversion_times(
             times[position] = seconds_of(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, *shared)
             times[position] *= 1.0 if weigh is None else weigh(kind)
     found = times[ways.rows].sum(axis=-1)[ways.pattern]
-    uneven = _uneven_recipe(value, sources, targets, mesh_shape)
+    uneven = uneven_recipe(value, sources, targets, mesh_shape)
     if uneven is not None:
         times = np.zeros(len(uneven.sent) + 1)
         for position, (kind, num_bytes) in enumerate(uneven.sent):
@@ -149,78 +139,6 @@ def conversion_times(
                 times[position] *= 1.0 if weigh is None else weigh(kind)
         found[uneven.pairs] = times[uneven.rows].sum(axis=-1)
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class UnevenRecipe:
-    """The collectives of the conversions of parts of different sizes, where `pairs` is true.
-
-    They are `sent[k] for k in rows[pair]`, each with its bytes; -1 pads a row.
-    """
-
-    pairs: np.ndarray  # bool[sources, targets]
-    sent: tuple[tuple[CollectiveKind, int], ...]
-    rows: np.ndarray
-
-
-def _uneven_recipe(
-    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]
-) -> UnevenRecipe | None:
-    """None if all parts are equal."""
-    has_units = _has_units(sources) or _has_units(targets)
-    if not has_units and all(extent % math.prod(mesh_shape) == 0 for extent in value.shape):
-        return None
-    return _find_uneven(replace(value, name="", needs_grad=True), sources, targets, mesh_shape)
-
-
-@lru_cache(maxsize=512)
-def _find_uneven(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> UnevenRecipe | None:
-    uneven = [_where_uneven(value.shape, layouts, mesh_shape) for layouts in (sources, targets)]
-    if not any(map(np.any, uneven)):
-        return None
-    pairs = np.logical_or.outer(*uneven)
-    if (never := forbidden(sources, targets)) is not None:
-        pairs &= ~never
-    numbers: dict[tuple[CollectiveKind, int], int] = {}
-    known: dict[Move, list[int]] = {}  # a step, of which there are far fewer than conversions -> the numbers of its own
-    before, after = ([*map(codes_of, layouts)] for layouts in (sources, targets))
-    rows = []
-    for i, j in np.argwhere(pairs).tolist():
-        row: list[int] = []
-        for move in moves(before[i], after[j]):
-            if move not in known:
-                each = _collectives(move, value, mesh_shape)
-                known[move] = [numbers.setdefault(one, len(numbers)) for one in each]
-            row += known[move]
-        rows.append(row)
-    width = max(map(len, rows), default=0)
-    padded = np.array([row + [-1] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)
-    return UnevenRecipe(pairs, tuple(numbers), padded)
-
-
-@lru_cache(maxsize=256)
-def _has_units(layouts: Layouts) -> bool:
-    """Whether a split is in units, of which an axis may not divide the number although it divides the extent, or in
-    shares.
-    """
-    return any(
-        placement.is_split and (placement.unit > 1 or bool(placement.shares))
-        for layout in layouts
-        for placement in layout
-    )
-
-
-@lru_cache(maxsize=2**12)
-def _where_uneven(shape: tuple[int, ...], layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """bool[layouts]: whether parts differ."""
-    return np.array([not is_even(shape, layout, mesh_shape) for layout in layouts], dtype=bool)
-
-
-@lru_cache(maxsize=2**16)
-def _collectives(move: Move, value: Value, mesh_shape: tuple[int, ...]) -> tuple[tuple[CollectiveKind, int], ...]:
-    """The collectives of a step of a conversion, each with its bytes."""
-    found = collectives_of_value(step_of(move), value, mesh_shape)
-    return tuple((CollectiveKind(c.kind, c.axes, 1, c.phase), c.num_bytes) for c in found)
 
 
 @dataclass(frozen=True, slots=True)

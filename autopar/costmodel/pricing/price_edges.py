@@ -11,7 +11,6 @@ from autopar.costmodel.conversion_cost import (
     ParameterWeights,
     Transition,
     conversion_times,
-    forbidden,
     kept_bytes,
     only_reduces_gradient,
     parameter_times,
@@ -22,6 +21,7 @@ from autopar.costmodel.pricing.flows import Flow, Flows
 from autopar.costmodel.pricing.options import Offered
 from autopar.costmodel.step_cost import runs_of
 from autopar.costmodel.training import Training
+from autopar.costmodel.uneven_conversions import forbidden
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import InBucket
