@@ -5,7 +5,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
+from autopar.ir.outline.replaced_forward import replaced_forward
 from autopar.torch_compat import FakeTensor, pytree
 
 # Number of a leaf of (args, kwargs) -> its dims whose sizes are symbols in the exported program.
@@ -149,30 +150,16 @@ def _torch_export(
         return torch.export.export(model, args, kwargs, dynamic_shapes=sizes, strict=False)
 
 
-@contextmanager
-def _all_keywords_named(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+def _all_keywords_named(model: nn.Module, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     """A context in which the signature of the forward names all of `kwargs`: torch.export matches dynamic dims to
     arguments by it, and fails for those that it has as **kwargs.
     """
-    forward, own = model.forward, model.__dict__.get("forward")
-    named = inspect.signature(forward).parameters
+    named = inspect.signature(model.forward).parameters
     known = [each for each in named.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     if len(known) == len(named):
-        yield
-        return
+        return nullcontext()
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in named]
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    vars(called)["__signature__"] = inspect.Signature([*known, *more])
-    model.__dict__["forward"] = called
-    try:
-        yield
-    finally:
-        del model.__dict__["forward"]
-        if own is not None:
-            model.__dict__["forward"] = own
+    return replaced_forward(model, model.forward, inspect.Signature([*known, *more]))
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,16 +8,14 @@ calls, and indices, go on by as much as they did. Where the stand-ins are read, 
 traced in full.
 """
 
-import inspect
 import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +26,7 @@ from autopar.errors import TraceError
 from autopar.ir.loops.find_loops import MIN_STEPS
 from autopar.ir.loops.guessed_values import JOINS, GuessedLoop, SeenCall, StandIn, advance, joined, made_like
 from autopar.ir.outline.chains import TELL_OF_A_TENSOR
+from autopar.ir.outline.replaced_forward import replaced_forward
 from autopar.torch_compat import FakeTensor, pytree, without_function_modes
 
 _TRACED = MIN_STEPS + 4  # steps, of which the first may differ and one is cut at both ends
@@ -69,29 +68,19 @@ def with_guessed_steps(trace: Callable[[], Result]) -> Result:
     return trace()
 
 
-@contextmanager
-def steps_guessed(model: nn.Module) -> Iterator[None]:
+def steps_guessed(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which calls of the model's forward may be guessed, if it is within `with_guessed_steps`."""
-    guesses = _GUESSES.get()
+    guesses, forward = _GUESSES.get(), model.forward
     if guesses is None:
-        yield
-        return
-    attributes, forward = dict(vars(model)), model.forward
+        return nullcontext()
 
-    @wraps(forward)
     def guessed(*args: Any, **kwargs: Any) -> Any:
         mode = _StepGuesses(guesses)
         with mode:
             result = forward(*args, **kwargs)
         return mode.settled_tree(result)
 
-    vars(guessed)["__signature__"] = inspect.signature(forward)  # of a method, which functools.wraps takes apart
-    vars(model)["forward"] = guessed
-    try:
-        yield
-    finally:
-        vars(model).pop("forward")
-        vars(model).update({"forward": attributes["forward"]} if "forward" in attributes else {})
+    return replaced_forward(model, guessed)
 
 
 class _StepGuesses(TorchFunctionMode):

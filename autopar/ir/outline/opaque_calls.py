@@ -6,9 +6,9 @@ model is exported as a whole.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from autopar.ir.export.fake_device import fake_like, replaced_tensors
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.outline.chains import CallChain, Chaining, Settling, Unsure, described
 from autopar.ir.outline.identical_modules import Alike
+from autopar.ir.outline.replaced_forward import replaced_forward
 from autopar.torch_compat import (
     FakeTensor,
     below_autograd,
@@ -162,12 +163,10 @@ def stand_ins(model: nn.Module, groups: tuple[Alike, ...], *, in_chains: bool = 
         yield record
 
 
-@contextmanager
-def _recorded(model: nn.Module, record: Record, everything: "list[_Hidden]") -> Iterator[None]:
+def _recorded(model: nn.Module, record: Record, everything: "list[_Hidden]") -> AbstractContextManager[None]:
     """A context in which the model's forward is recorded; torch.export finds the modules `empty` after an error too."""
-    attributes, forward = dict(vars(model)), model.forward
+    forward = model.forward
 
-    @wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         try:
             return record.run(forward, *args, **kwargs)
@@ -175,12 +174,7 @@ def _recorded(model: nn.Module, record: Record, everything: "list[_Hidden]") -> 
             _show(everything, "empty")
             raise
 
-    vars(model)["forward"] = recorded
-    try:
-        yield
-    finally:
-        vars(model).pop("forward")
-        vars(model).update({"forward": attributes["forward"]} if "forward" in attributes else {})
+    return replaced_forward(model, recorded)
 
 
 @dataclass(frozen=True, slots=True)

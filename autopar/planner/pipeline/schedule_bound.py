@@ -1,9 +1,9 @@
 """`ScheduleBounds`: lower bounds of the step of all plans that have a schedule on a mesh."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class ScheduleBounds:
     cluster: Cluster
     request: PlanRequest
     _known: dict[tuple[Mesh, Schedule, bool], float] = field(default_factory=dict)
+    _solved: dict[tuple[Mesh, Schedule], "Solved"] = field(default_factory=dict)
 
     def learn(self, mesh: Mesh, schedule: Schedule, least_s: float) -> None:
         """Take in a bound that a search of the layouts on one rank has proven, where nothing is hidden."""
@@ -68,12 +69,20 @@ class ScheduleBounds:
             micro = microbatched(self.graph, schedule.num_microbatches)
             setting = Setting(micro.graph, mesh, self.cluster, self.request, budget, to_beat_s=to_beat_s)
             with budget.timed("bound"):
-                bound_s = schedule_bound_s(setting, fold_microbatch(self.folded, micro), self.starts, schedule)
+                solved = self._solved.setdefault((mesh, schedule), {})
+                bound_s = schedule_bound_s(setting, fold_microbatch(self.folded, micro), self.starts, schedule, solved)
             self._known[key] = bound_s
         return self._known[key]
 
 
-def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], schedule: Schedule) -> float:
+# Weights under which a microbatch was searched -> the least seconds of a rank; and of the first, those of weight
+# gradients and of all else, as `_times` gives them.
+Solved = dict[CriticalShares, tuple[float, dict[str, float]]]
+
+
+def schedule_bound_s(
+    setting: Setting, folded: Folded, starts: Sequence[str], schedule: Schedule, known: Solved | None = None
+) -> float:
     """Seconds that a step of `schedule` takes at least, whatever its cut and its layouts, and whichever blocks are
     recomputed; 0 if the budget is spent before there is a bound.
 
@@ -82,7 +91,8 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
     whose weights the time is a sum over ops and conversions: the least of it over all layouts, found as without stages,
     is a bound for every cut. To it comes the least mean of the ranks' work once a step. Inner copies of a block are
     laid out alike, and memory is not regarded, which only costs time. Of the bounds of which one holds, the lowest is
-    made closer until that is in vain, or it is clear whether plans can take less than `setting.to_beat_s`.
+    made closer until that is in vain, or it is clear whether plans can take less than `setting.to_beat_s`. `known`: of
+    a call before for the same schedule on the same mesh, to which this one adds its own.
     """
     training = setting.request.training.staged(schedule.num_microbatches, schedule.num_ranks)
     request = replace(setting.request, training=training, memory_limit_bytes=math.inf, outputs={})
@@ -90,6 +100,7 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
     folded = segmented(folded, setting.graph, ends_apart(folded))
     work = _work(setting, starts, schedule)
     solved: dict[CriticalShares, float] = {}
+    known = {} if known is None else known
 
     def bound_s(shares: CriticalShares) -> float:
         return shares.seconds + max(min(1.0, shares.over(other)) * seconds for other, seconds in solved.items())
@@ -98,14 +109,14 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
     priced = candidates[0]
     while priced not in solved and len(solved) < _MOST_SEARCHES and not setting.budget.is_spent:
         try:
-            seconds, layouts = _least(setting, folded, schedule, priced)
+            solved[priced], times = known.get(priced) or _least(setting, folded, schedule, priced, is_first=not solved)
         except InfeasibleError:  # there was no time
             break
-        solved[priced] = seconds
+        if not setting.budget.is_spent:
+            known[priced] = solved[priced], times
         if len(solved) == 1:
             least_s = bound_s(priced)
-            # of one stage there is one path, whatever its work
-            work = work if schedule.num_stages == 1 else replace(work, **_times(setting, layouts))
+            work = replace(work, **times)
             candidates = _shares(schedule, work)
         least_s = max(least_s, min(map(bound_s, candidates)))
         priced = min(candidates, key=bound_s)
@@ -115,10 +126,10 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
 
 
 def _least(
-    setting: Setting, folded: Folded, schedule: Schedule, shares: CriticalShares
-) -> tuple[float, Callable[[], Assignment]]:
-    """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`; what
-    gives the best layouts).
+    setting: Setting, folded: Folded, schedule: Schedule, shares: CriticalShares, *, is_first: bool
+) -> tuple[float, dict[str, float]]:
+    """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`; of
+    the first, the `_times` of the best layouts, but of one stage there is one path, whatever its work).
     """
     factor = schedule.num_ranks / schedule.num_microbatches
     reductions = 1 - setting.cluster.overlap  # along compute, of those beside the last backward
@@ -126,12 +137,13 @@ def _least(
     weighed = replace(setting, microbatch=weights)
     problem = weighed.problem(folded)
     choice = weighed.search(problem, [])
-    return choice.lower_bound_s / schedule.num_ranks, partial(problem.decode, choice.strategies)
+    is_needed = is_first and schedule.num_stages > 1
+    times = _times(setting, problem.decode(choice.strategies)) if is_needed else {}
+    return choice.lower_bound_s / schedule.num_ranks, times
 
 
-def _times(setting: Setting, layouts: Callable[[], Assignment]) -> dict[str, float]:
+def _times(setting: Setting, assignment: Assignment) -> dict[str, float]:
     """Seconds of a microbatch: of weight gradients, and of all else."""
-    assignment = layouts()
     costs = setting.costs(assignment)
     weight_s = weight_gradients_s(setting.graph, assignment, setting.mesh, setting.cluster)
     other_s = costs.microbatch_s("forward") + costs.microbatch_s("backward") - weight_s
