@@ -11,15 +11,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from autopar.errors import is_users
 
 TRANSFORMS = "transforms of torch.func in the model are not supported: write the batched computation out"
-PACKED = (
-    "packed sequences have sizes that depend on the values of the lengths: give the recurrent module the padded tensor,"
-    " and mask what it returns"
-)
 _TRANSFORMING = {("_functorch", "vmap.py"), ("_functorch", "eager_transforms.py")}
 _OF_ERRORS = {
     "DataDependentOutputException": (
@@ -137,8 +132,6 @@ def remedy_of(error: Exception) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if Path(frame.f_code.co_filename).parts[-2:] in _TRANSFORMING:
             remedy = TRANSFORMS
-        elif any(isinstance(local, PackedSequence) for local in frame.f_locals.values()):
-            remedy = PACKED
     if "cast NotImplemented to Tensor" in str(error):  # of a DTensor beside what is traced
         remedy = _ELSEWHERE
     return f"; {remedy}" if remedy else ""

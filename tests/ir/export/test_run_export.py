@@ -48,12 +48,6 @@ class Jacobian(nn.Linear):
         return torch.func.vmap(torch.func.jacrev(super().forward))(x)
 
 
-class Packed(nn.RNN):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = x[:, 0].abs().long() + 1
-        return super().forward(nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True))[1]
-
-
 def raised(model: nn.Module) -> TraceError:
     with pytest.raises(TraceError) as caught:
         export(model, (torch.ones(2, 3, requires_grad=True),), {})
@@ -68,15 +62,8 @@ def test_a_cause_that_says_nothing_new_is_not_shown(model: nn.Module) -> None:
     assert "The above exception was the direct cause" not in shown and shown.count(str(error)) == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "remedy"),
-    [
-        (Jacobian(3, 3), "transforms of torch.func in the model are not supported"),
-        (Packed(1, 2), "packed sequences have sizes that depend on the values of the lengths: give the recurrent"),
-    ],
-)
-def test_an_error_about_torchs_own_objects_has_a_remedy(model: nn.Module, remedy: str) -> None:
-    assert remedy in str(raised(model))
+def test_an_error_about_torchs_own_objects_has_a_remedy() -> None:
+    assert "transforms of torch.func in the model are not supported" in str(raised(Jacobian(3, 3)))
 
 
 def test_the_cause_is_shown_in_the_users_own_lines() -> None:

@@ -54,6 +54,17 @@ class Padded(nn.Module):
         return F.cross_entropy(self.head(out.sum(1) / lengths.unsqueeze(1)), target)
 
 
+class Mapped(nn.Module):
+    """The gradient of each sample by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 16, 1)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        return F.mse_loss(torch.func.vmap(torch.func.grad(lambda one: self.net(one).sum()))(x), wanted)
+
+
 class Hamiltonian(nn.Module):
     """The field of a learnt energy by torch.autograd.grad inside the forward."""
 
@@ -264,10 +275,19 @@ class Losing(nn.Module):
         return hard.mean() + loss.topk(3)[0].mean()
 
 
+def lengths(longest: int) -> Tensor:
+    """Numbers of steps, of which the first is the largest there is."""
+    return torch.cat([torch.tensor([longest]), ids(of=longest)[1:] + 1])
+
+
 MODELS = {
     "volumes": lambda: (Volumes(), {"x": rows(1, 8, 8, 8), "y": some(8, 8, 8).double()}),
     "recurrent-layers": lambda: (Recurrent(), {"x": rows(5, 8), "target": ids(4, of=4)}),
-    "packed": lambda: (Padded(), {"tokens": ids(6), "lengths": ids(of=6) + 1, "target": ids(of=4)}),
+    "packed": lambda: (
+        Padded(),
+        {"tokens": ids(6), "lengths": ids(of=6).index_fill(0, torch.tensor(0), 5) + 1, "target": ids(of=4)},
+    ),
+    "mapped": lambda: (Mapped(), {"x": rows(4), "wanted": rows(4)}),
     "hamiltonian": lambda: (Hamiltonian(), {"x": rows(4), "change": rows(4)}),
     "checkpointed": lambda: (Checkpointed(), {"x": rows(16), "target": ids(of=4)}),
     "cholesky-factors": lambda: (Encoded(), {"x": rows(8)}),
