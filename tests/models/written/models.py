@@ -7,6 +7,7 @@ from tests.models.written import (
     gradients,
     habits,
     loops,
+    mechanisms,
     objectives,
     sciences,
     sequences,
@@ -16,7 +17,7 @@ from tests.models.written import (
 )
 from tests.models.written.draws import Built
 
-_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, gradients, habits, loops)
+_THEMES = (vision, sequences, objectives, structures, tables, sciences, flows, gradients, habits, loops, mechanisms)
 _MODELS = {name: build for theme in _THEMES for name, build in theme.MODELS.items()}
 PREFIX = "by-hand:"
 # Models that are refused, and words of the reason.
