@@ -94,11 +94,21 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
     stages = in_stages(plan, trial) if isinstance(plan, StagedPlan) else None
     text = stages.text if stages else ""
     layouts = near(plans, bare, in_stages=stages is not None)
+    if isinstance(plan, StagedPlan) and plan.schedule.is_halved:
+        layouts = map(_never_freed, layouts)
     layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(layout, trial), trial)
     made = replace(made, text=write_torch(layout, bare, _notes(made), text))
     if stages:
         check_stages(made.text, trial)
     return made
+
+
+def _never_freed(layout: TorchLayout) -> TorchLayout:
+    """The layout whose gathered parameters stay until the step ends. torch's zero-bubble schedules make gradients of
+    weights after those of inputs, when fully_shard has summed what it knew of: with freed parameters they are lost
+    (torch 2.13, seen in training).
+    """
+    return replace(layout, kept=frozenset(name for stack in layout.stacks for name in stack.names()) | {""})
 
 
 def export_hf(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
