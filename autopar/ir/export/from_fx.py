@@ -23,6 +23,7 @@ from autopar.ir.graph import Value
 from autopar.ir.guards.add_guards import emit_sized, note_guard
 from autopar.ir.guards.checked_numbers import SIZES, is_only_checked
 from autopar.ir.guards.guard_ops import NOTE
+from autopar.ir.outline.batched_calls import BATCHED
 from autopar.ir.outline.export_once import INNER
 from autopar.ir.outline.opaque_calls import TARGET as CALL
 from autopar.torch_compat import HigherOrderOperator, OpOverload
@@ -242,6 +243,11 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
             target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, builder, at
         )
     if region.autocast is not None:
+        if node.meta.get(BATCHED):
+            raise TraceError(
+                f"{_quote(node)}: torch.vmap is called under autocast to {region.autocast.dtype}, which casts what its"
+                " ops are made of; take the call out of autocast (with torch.autocast(device_type, enabled=False))"
+            )
         bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
     known = {"made": node.meta["made"]} if "made" in node.meta else {"fallback": _fallback(node, region)}
     if _has_size_by_values(node, bound):

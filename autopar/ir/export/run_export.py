@@ -28,6 +28,7 @@ from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
+from autopar.ir.outline.batched_calls import with_batches
 from autopar.ir.outline.replaced_forward import replaced_forward
 from autopar.torch_compat import FakeTensor, pytree
 
@@ -123,6 +124,7 @@ def _checked_export(
             raise TraceError(f"{where}: {error}") from None
         told = f"{where} cannot be traced: {type(error).__name__}: {error}{remedy_of(error)}"
         raise TraceError(told) from in_own_lines(error)
+    with_batches(program.graph_module)
     return program
 
 

@@ -134,4 +134,6 @@ def remedy_of(error: Exception) -> str:
             remedy = TRANSFORMS
     if "cast NotImplemented to Tensor" in str(error):  # of a DTensor beside what is traced
         remedy = _ELSEWHERE
+    if "fake tensor in the exported program constant's list" in str(error):  # torch does not record what vmap moves
+        remedy = "of torch.vmap, take torch.vmap(out_dims=0) and move the dim of the result"
     return f"; {remedy}" if remedy else ""

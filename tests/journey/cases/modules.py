@@ -259,7 +259,7 @@ class Mapped(Block):
         return torch.func.vmap(super().forward)(x)
 
 
-@case(peers=False, refused=r"modules.py:\d+: .*is no tensor op")
+@case(peers=False)
 def vmap_in_forward(run: Run) -> Numbers:
     """torch.func.vmap in forward"""
     return stepped(run, Mapped)
