@@ -76,12 +76,13 @@ def _write_out(module: GraphModule, nodes: list[Node]) -> None:
     for node in [*(each for each in _given(nodes) if each not in own), *nodes]:
         own[node] = inner.node_copy(node, own.__getitem__)
     inner.output(tuple(own[each] for each in results))
+    end: Any = nodes[-1].target
     try:
         with torch.no_grad():
             traced = make_fx(GraphModule(module, inner))(*(each.meta["val"] for each in given))
     finally:  # a batch whose function failed has not ended
         while peek_interpreter_stack() is not None:
-            nodes[-1].target()
+            end()
     place = next((node.meta for node in nodes if "stack_trace" in node.meta and _name(node) not in _OF_VMAP), {})
     made: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), given))
     with graph.inserting_before(nodes[0]):
@@ -91,7 +92,7 @@ def _write_out(module: GraphModule, nodes: list[Node]) -> None:
                 for key in _PLACE:
                     made[node].meta.pop(key, None)
                 made[node].meta |= {key: place[key] for key in _PLACE if key in place} | {BATCHED: True}
-    (ends,) = traced.graph.output_node().args
+    ends: Any = traced.graph.output_node().args[0]
     for old, new in zip(results, ends):
         old.replace_all_uses_with(made[new])
     for node in reversed(nodes):
