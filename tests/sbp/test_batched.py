@@ -6,8 +6,8 @@ import torch
 from autopar.sbp.rules.batched import RULES
 from tests.sbp.exercise import exercise, f64
 
-A = (f64(2, 4, 4) @ f64(2, 4, 4).mT).detach() + 8 * torch.eye(4, dtype=torch.float64)
-SPD = (A + A.mT).requires_grad_()
+ROOT = f64(2, 4, 4, grad=False)
+SPD = (ROOT @ ROOT.mT + 8 * torch.eye(4, dtype=torch.float64)).requires_grad_()
 SIGNALS = f64(2, 32)
 SPECTRUM = torch.stft(SIGNALS.detach(), 8, window=torch.hann_window(8, dtype=torch.float64), return_complex=True)
 WINDOW = torch.hann_window(8, dtype=torch.float64)
