@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.page.page_data import MOST_BYTES, num_bytes, plan_page
+from autopar.page.page_data import MOST_BYTES, MOST_JSON_BYTES, num_bytes, plan_page
 from autopar.page.plan_view import PlanView, plan_view
 from autopar.page.write_page import write_page
 from autopar.planner.handwritten.hand_plan import parse_hand_plan
@@ -36,12 +36,13 @@ def _with_room(
     views: Sequence[PlanView], plans: Iterator[tuple[str, Plan | StagedPlan]], tell: Tell
 ) -> Iterator[PlanView]:
     """The views of hand plans, the first of them, for which a page of `views` has room."""
-    left = MOST_BYTES - num_bytes(views)
+    packed, parsed = num_bytes(views)
     for number, (name, plan) in enumerate(plans):
         tell(f"page: hand plan {number + 1}")
         view = plan_view(name, plan)
-        left -= num_bytes([view])
-        if left < 0:
+        more = num_bytes([view])
+        packed, parsed = packed + more[0], parsed + more[1]
+        if packed > MOST_BYTES or parsed > MOST_JSON_BYTES:
             return
         yield view
 

@@ -1,7 +1,7 @@
 """`write_page`: a page as one HTML file, which fetches nothing: data, style, script and libraries are in it.
 
-The content is JSON in an element that no browser runs, in which "<" is escaped; the script puts names into the page as
-text. The page's policy lets a browser run the scripts of this file alone, by their hashes, and fetch nothing.
+The content is JSON, compressed, in an element that no browser runs; the script puts names into the page as text. The
+page's policy lets a browser run the scripts of this file alone, by their hashes, and fetch nothing.
 """
 
 import base64
@@ -56,7 +56,7 @@ def page_html(page: PageData) -> str:
             f"<title>{html.escape(page.title)}</title>",
             f"<style>{(folder / 'page.css').read_text('utf-8')}</style></head>",
             '<body><div id="page"><noscript>This page is drawn by the script in it.</noscript></div>',
-            f'<script type="application/json" id="content">{page.as_json().replace("<", chr(92) + "u003c")}</script>',
+            f'<script type="text/plain" id="content">{page.packed()}</script>',
             f'<script type="text/plain" id="licences">{_licences(folder)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body></html>",

@@ -1,6 +1,7 @@
 """The content of a page: the figures of the plan, each once, and as text whatever a name has in it."""
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.page import write_page
 from autopar.page.block_tree import ModelBlock, block_tree
 from autopar.page.leaves import leaves
-from autopar.page.page_data import plan_page, sweep_page
+from autopar.page.page_data import num_bytes, plan_page, sweep_page
 from autopar.page.plan_view import TICKS, plan_view
 from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import plans_of_points
@@ -120,13 +122,15 @@ def test_a_hand_plan_in_stages_that_is_not_made_as_it_cost_has_costs_alone() -> 
 def test_a_page_has_the_views_that_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, path = planned(STAGED), tmp_path / "page.html"
     write_plan_page(str(path), "", {"this plan": plan}, model(), PlanRequest(), lambda _: None)
-    views = json.loads(read(path.read_text()).text["content"])["views"]
+    views = content_of(read(path.read_text()))["views"]
     assert [view["name"] for view in views[1:]] == list(plan.hand)
-    of_two = sum(len(json.dumps(view, separators=(",", ":"), ensure_ascii=False)) for view in views[:2])
-    monkeypatch.setattr(page_option, "MOST_BYTES", of_two + 1000)
-    write_plan_page(str(path), "", {"this plan": plan}, model(), PlanRequest(), lambda _: None)
-    content = json.loads(read(path.read_text()).text["content"])
-    assert len(content["views"]) == 2 and len(content["compared"]) == 1 + len(plan.hand)
+    of_two = [sum(sizes) for sizes in zip(*(num_bytes([view]) for view in page(STAGED).views[:2]))]
+    for name, most in zip(("MOST_BYTES", "MOST_JSON_BYTES"), of_two):
+        with monkeypatch.context() as patch:
+            patch.setattr(page_option, name, most + 500)
+            write_plan_page(str(path), "", {"this plan": plan}, model(), PlanRequest(), lambda _: None)
+        content = content_of(read(path.read_text()))
+        assert len(content["views"]) == 2 and len(content["compared"]) == 1 + len(plan.hand)
 
 
 class Elements(HTMLParser):
@@ -143,6 +147,10 @@ class Elements(HTMLParser):
         self.text[attributes.get("id") or tag] = self.text.get(attributes.get("id") or tag, "") + data
 
 
+def content_of(elements: Elements) -> dict[str, Any]:
+    return json.loads(gzip.decompress(base64.b64decode(elements.text["content"])))
+
+
 def read(text: str) -> Elements:
     elements = Elements()
     elements.feed(text)
@@ -155,7 +163,7 @@ def test_a_name_of_a_module_ends_no_element_and_begins_none() -> None:
     elements = read(text)
     scripts = [attributes for tag, attributes in elements.tags if tag == "script"]
     assert len(scripts) == 2 + 6 and "alert(2)</script>" not in text.split("</head>")[0].split("<title>")[0]
-    content = json.loads(elements.text["content"])
+    content = content_of(elements)
     assert content["title"].startswith("</title>") and NAUGHTY in json.dumps(content)
     assert "</script><script>" in [row["name"] for row in content["compared"]]
 

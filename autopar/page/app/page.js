@@ -37,7 +37,21 @@ function App({ content }) {
     h("div", { id: "about", ref: floating, class: about ? "" : "away", role: "tooltip" }, about && about.shown));
 }
 
-const content = JSON.parse(document.getElementById("content").textContent);
-if (content.format === 1) render(h(App, { content }), document.getElementById("page"));
-else document.getElementById("page").textContent = `The content has format ${content.format}, this script reads 1.`;
-document.body.dataset.ready = "yes";
+const page = document.getElementById("page");
+
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+async function start() {
+  if (!window.DecompressionStream) page.textContent = "This browser cannot unpack the content: a newer one can (of 2023 or later).";
+  else {
+    const content = await unpacked(document.getElementById("content").textContent);
+    if (content.format === 1) render(h(App, { content }), page);
+    else page.textContent = `The content has format ${content.format}, this script reads 1.`;
+  }
+  document.body.dataset.ready = "yes";
+}
+
+start();
