@@ -2,7 +2,7 @@
 
 import sys
 
-from autopar.cli import main
+from autopar.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

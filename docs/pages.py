@@ -7,7 +7,7 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 
-from autopar.cli.commands import _parser
+from autopar.cli.main import _parser
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.cli import main
-from autopar.cli.commands import parse_bytes
+from autopar.cli.main import parse_bytes
 from autopar.verify.one_step import difference
 
 FILE = """

@@ -97,7 +97,7 @@ def test_questions_after_ctrl_c_are_not_answered(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = list[Any]()
-    monkeypatch.setattr(sys.modules["autopar.cli.commands"], "choose_plan", _planner(made, 2))  # two questions'
+    monkeypatch.setattr(sys.modules["autopar.cli.main"], "choose_plan", _planner(made, 2))  # two questions'
     weights = [item.fqn for item in graph().of_kind("parameter")]
     questions = ["--why", "memory", "--why", weights[0], "--why", weights[1]]
     assert main(["explain", target, "--mesh", "2x2", "--cluster", "h100", *questions]) == STATUS

@@ -2,6 +2,6 @@
 
 import sys
 
-from autopar.cli import main
+from autopar.cli.main import main
 
 sys.exit(main())

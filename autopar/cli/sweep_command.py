@@ -4,6 +4,7 @@ import argparse
 import gc
 import math
 import multiprocessing
+import os
 import pickle
 import signal
 import warnings
@@ -11,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import forkserver
 
 from autopar.answers.scaling import ScalingPoint, batch_of, format_points, point_of, points_csv, points_json
 from autopar.cli.interrupt import until_interrupt
 from autopar.cli.pictures import can_draw, draw_scaling
-from autopar.cli.workers import begin_workers, num_cores
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
@@ -121,8 +122,9 @@ def _sweep(options: argparse.Namespace) -> int:
     workers = _num_workers(tasks)
     with status() as tell:
         tell(f"trace {options.target}")
-        if workers > 1:
-            begin_workers()
+        if workers > 1:  # imports torch while this process traces
+            multiprocessing.set_forkserver_preload([__name__])
+            forkserver.ensure_running()
         first = (options.target, tasks[0].batch)
         traced = {first: _graph(*first)}  # an error of the target is told before all else
         planned, ended = until_interrupt(_planned(tasks, traced, workers, tell), f"of {len(tasks)} points were planned")
@@ -150,7 +152,8 @@ def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
 
 
 def _num_workers(tasks: Sequence[PointTask]) -> int:
-    return min(len(tasks), num_cores())
+    cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
+    return min(len(tasks), cores or 1)
 
 
 def _planned(

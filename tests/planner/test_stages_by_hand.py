@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import fold
