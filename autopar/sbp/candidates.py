@@ -204,6 +204,8 @@ def _on_axis(op: Op, axis: int, size: int, extra: Extra, known: Collection[Signa
     only, if there are any.
     """
     signatures = (*signatures_of(op), *extra.routed)[: 1 if size == 1 else None]
+    if known is not None and not extra.uneven and extra.shared is None:
+        signatures = [sig for sig in signatures if sig in known]
     found = [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in extents_of(op, sig).values())]
     if extra.uneven and size > 1:
         found = list(dict.fromkeys((*found, *uneven_signatures(op, extra.uneven))))

@@ -1,7 +1,9 @@
 """`Size`: a number of a program that follows from the size of an argument, found by comparing programs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import torch
@@ -10,25 +12,34 @@ NAME = "__size"  # what a program calls the size of the argument
 
 
 class Size(int):
-    """The number `slope * size + constant`, with its value where the program was made."""
+    """The number `(slope * size + constant) / divisor`, with its value where the program was made. A part of a split
+    dim is one, and is no number for sizes that do not divide.
+    """
 
     slope: int
     constant: int
+    divisor: int
 
-    def __new__(cls, value: int, slope: int, constant: int) -> "Size":
+    def __new__(cls, value: int, slope: int, constant: int, divisor: int = 1) -> "Size":
         made = super().__new__(cls, value)
-        made.slope, made.constant = slope, constant
+        made.slope, made.constant, made.divisor = slope, constant, divisor
         return made
 
     def at(self, size: int) -> int:
-        """The number for another size."""
-        return self.slope * size + self.constant
+        """The number for another size that divides."""
+        return (self.slope * size + self.constant) // self.divisor
+
+    def divides(self, size: int, parts: int = 1) -> bool:
+        """Whether the number for another size has so many equal parts, none of them empty."""
+        number = self.slope * size + self.constant
+        return number > 0 and number % (self.divisor * parts) == 0
 
     @property
     def text(self) -> str:
         """The number as source."""
         product = NAME if self.slope == 1 else f"{self.slope} * {NAME}"
-        return f"({product} + {self.constant})" if self.constant else f"({product})"
+        number = f"({product} + {self.constant})" if self.constant else f"({product})"
+        return number if self.divisor == 1 else f"({number} // {self.divisor})"
 
 
 class Different(Exception):
@@ -70,11 +81,22 @@ def at(item: Any, size: int) -> Any:
     return item
 
 
+def sizes_in(item: Any) -> Iterator[Size]:
+    """The numbers of `item`, of `fit`, that follow from the size."""
+    if isinstance(item, Size):
+        yield item
+    elif isinstance(item, (tuple, list)):
+        for one in item:
+            yield from sizes_in(one)
+    elif is_dataclass(item) and not isinstance(item, type):
+        for each in fields(item):
+            yield from sizes_in(getattr(item, each.name))
+
+
 def _affine(sizes: Sequence[int], numbers: Sequence[int]) -> Size:
-    rise, run = numbers[-1] - numbers[0], sizes[-1] - sizes[0]
-    if rise % run:
+    slope = Fraction(numbers[-1] - numbers[0], sizes[-1] - sizes[0])
+    constant = numbers[-1] - slope * sizes[-1]
+    if any(slope * size + constant != number for size, number in zip(sizes, numbers, strict=True)):
         raise Different(f"{numbers} for sizes {sizes}")
-    affine = Size(numbers[-1], rise // run, numbers[-1] - rise // run * sizes[-1])
-    if any(affine.at(size) != number for size, number in zip(sizes, numbers, strict=True)):
-        raise Different(f"{numbers} for sizes {sizes}")
-    return affine
+    divisor = lcm(slope.denominator, constant.denominator)
+    return Size(numbers[-1], int(slope * divisor), int(constant * divisor), divisor)

@@ -105,6 +105,7 @@ class CallKind:
             self.is_fixed = True
             return self._named(trace()) if graph is None else graph
         self.traces.append(sized)
+        self.last_trace = sized
         return graph
 
     def trial(

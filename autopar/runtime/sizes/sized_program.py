@@ -2,22 +2,24 @@
 
 It is found by comparing the programs of three calls. That the comparison holds for all sizes follows from the trace,
 which has all sizes as expressions: if they are polynomials of degree two at most, every number that is affine in three
-sizes is affine. A forward that is recorded at a size that the trace holds for has the graph that the trace gives.
+sizes is affine. A forward that is recorded at a size that the trace holds for has the graph that the trace gives. Where
+a dim is split, the program is that of sizes that divide evenly, in which its numbers are affine too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
+from typing import Any
 
 from autopar.codegen.emit import emit
 from autopar.codegen.program import Call, Convert, ConvertTogether, Program, flat
-from autopar.ir.graph import Op, Value
+from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.interpret import run_constants
-from autopar.ir.sizes.size import NAME, Different, Size, at, fit
+from autopar.ir.sizes.size import NAME, Different, Size, at, fit, sizes_in
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.runtime.load_program import Loaded, code_of, function_of
 from autopar.runtime.sizes.kept_plan import Shapes, Trial
-from autopar.sbp.placement import Layout
+from autopar.sbp.placement import Layout, num_parts
 
 NUM_COMPARED = 3
 
@@ -39,6 +41,23 @@ class MadeProgram:
 
 
 @dataclass(frozen=True)
+class FittedProgram:
+    """A program, and what is read of its graph, with a `Size` for each number that follows from the size.
+
+    `parts`: sizes with the number of equal parts that each must have.
+    """
+
+    program: Program
+    constant_ops: tuple[Op, ...]
+    outputs: tuple[Any, ...]
+    parts: tuple[tuple[Size, int], ...]
+
+    def divides(self, size: int) -> bool:
+        """Whether all that is split has equal parts at this size, none of them empty."""
+        return all(each.divides(size, parts) for each, parts in self.parts)
+
+
+@dataclass(frozen=True)
 class SizedProgram:
     """The program of calls whose `dims` all have the size of the first of them plus a difference; all others are fixed.
 
@@ -48,8 +67,8 @@ class SizedProgram:
     like: MadeProgram
     sized: SizedTrace
     dims: Mapping[tuple[int, int], int]
+    fitted: FittedProgram
     code: CodeType
-    constant_ops: tuple[Op, ...]
     largest: float
 
     def made_for(self, shapes: Shapes) -> MadeProgram | None:
@@ -58,11 +77,11 @@ class SizedProgram:
         size = shapes[tensor][dim]
         if size > self.largest or shapes != _with_size(self.like.shapes, self.dims, size):
             return None
-        if self.sized.range.values(shapes) is None:
+        if self.sized.range.values(shapes) is None or not self.fitted.divides(size):
             return None
-        old = self.like.loaded
-        graph = replace(old.graph, constant_ops=at(self.constant_ops, size))
-        constants = run_constants(graph, old.mesh.device_type) if self.constant_ops else old.constants
+        old, fitted = self.like.loaded, self.fitted
+        graph = replace(old.graph, constant_ops=at(fitted.constant_ops, size), outputs=at(fitted.outputs, size))
+        constants = run_constants(graph, old.mesh.device_type) if fitted.constant_ops else old.constants
         loaded = replace(old, function=function_of(self.code, {NAME: size}), constants=constants, used={})
         return replace(self.like, trial=replace(self.like.trial, shapes=shapes), loaded=loaded)
 
@@ -82,18 +101,27 @@ def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
         return None
     (tensor, dim), *_ = dims
     sizes = [each.shapes[tensor][dim] for each in made]
-    try:
-        program = fit(sizes, [each.loaded.program for each in made])
-        constant_ops = fit(sizes, [each.loaded.graph.constant_ops for each in made])
-    except Different:
-        return None
-    if any(_is_split(value, layout) for value, layout in _layouts(program)):
-        return None
+    fitted = fit_programs(sizes, [(each.loaded.program, each.loaded.graph) for each in made])
     known_size = known_shapes[tensor][dim]
-    if known_shapes != _with_size(last.shapes, dims, known_size):
+    if fitted is None or known_shapes != _with_size(last.shapes, dims, known_size):
         return None
     limit = known.memory_limit_bytes / max(last.trial.kept.peak_bytes, default=known.memory_limit_bytes)
-    return SizedProgram(last, sized, dims, code_of(emit(program)), constant_ops, _largest(program, known_size, limit))
+    most = _largest(fitted.program, known_size, limit)
+    return SizedProgram(last, sized, dims, fitted, code_of(emit(fitted.program)), most)
+
+
+def fit_programs(sizes: Sequence[int], made: Sequence[tuple[Program, Graph]]) -> FittedProgram | None:
+    """The program for all sizes, from those of at least three; None if they differ in more than affine numbers, or if
+    what is split has unequal parts.
+    """
+    try:
+        program = fit(sizes, [program for program, _ in made])
+        constant_ops = fit(sizes, [graph.constant_ops for _, graph in made])
+        outputs = fit(sizes, [graph.outputs for _, graph in made])
+    except Different:
+        return None
+    parts = _parts(program, constant_ops, outputs)
+    return None if parts is None else FittedProgram(program, constant_ops, outputs, parts)
 
 
 def _layouts(program: Program) -> Iterator[tuple[Value, Layout]]:
@@ -112,9 +140,25 @@ def _layouts(program: Program) -> Iterator[tuple[Value, Layout]]:
             values.update(zip(step.outputs, step.values, strict=True))
 
 
-def _is_split(value: Value, layout: Layout) -> bool:
-    """Whether a dim is split whose size changes: it may not divide, and its parts are cut by its size."""
-    return any(part.is_split and isinstance(value.shape[part.dim], Size) for part in layout)
+def _parts(program: Program, *others: Any) -> tuple[tuple[Size, int], ...] | None:
+    """The sizes of a program, and of `others`, with the number of equal parts that each must have; None if they are
+    not equal.
+    """
+    mesh_shape = program.mesh.shape
+    found: dict[tuple[int, int, int, int], tuple[Size, int]] = {}
+
+    def note(size: Size, parts: int) -> None:
+        found[size.slope, size.constant, size.divisor, parts] = size, parts
+
+    for size in (size for size in sizes_in((program.steps, *others)) if size.divisor > 1):
+        note(size, 1)
+    for value, layout in _layouts(program):
+        for part in layout:
+            if part.is_split and isinstance(size := value.shape[part.dim], Size):
+                if part.is_own or part.shares or size % (parts := num_parts(layout, mesh_shape, part.dim) * part.unit):
+                    return None
+                note(size, parts)
+    return tuple(found.values())
 
 
 def _largest(program: Program, known: int, limit: float) -> float:
@@ -123,7 +167,7 @@ def _largest(program: Program, known: int, limit: float) -> float:
     No tensor, not even one inside an op, grows by more than the square of what the dim grows by that grows most.
     """
     sizes = [size for value, _ in _layouts(program) for size in value.shape if isinstance(size, Size)]
-    least = min((max(size.at(known), 1) / abs(size.slope) for size in sizes), default=known)
+    least = min((max(size.at(known), 1) * size.divisor / abs(size.slope) for size in sizes), default=known)
     return known + least * (max(limit, 1.0) ** 0.5 - 1)
 
 

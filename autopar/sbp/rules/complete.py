@@ -19,31 +19,38 @@ def completed(op: Op, splitting: Iterable[Signature], *, may_sum: bool) -> tuple
     """
     kinds = (I, R) if may_sum else (I,)
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in kinds]
-    signatures = (_without_gradient(op, signature) for signature in (*whole, *splitting))
+    flows = any(value.needs_grad for value in op.outputs)
+    signatures = (_without_gradient(op, signature, flows=flows) for signature in (*whole, *splitting))
+    # only then may a split dim be of size 1: most ops have none, and this is asked of every signature of every op
+    has_ones = op.target in ROW_BYTES or any(1 in value.shape for value in (*op.outputs, *op.inputs))
     return tuple(
         dict.fromkeys(
             signature
             for signature in signatures
-            if _can_sum(op, signature) and 1 not in own_extents(op, signature).values()
+            if _can_sum(op, signature)
+            and not ((has_ones or signature.num_units == 1) and 1 in own_extents(op, signature).values())
         )
     )
 
 
-def _without_gradient(op: Op, signature: Signature) -> Signature:
-    """`signature` with I for R on values without gradient, and on all inputs if no output has a gradient."""
+def _without_gradient(op: Op, signature: Signature, *, flows: bool) -> Signature:
+    """`signature` with I for R on values without gradient, and on all inputs unless a gradient `flows` to them."""
     assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), (
         f"{op.target}: {signature} does not fit"
     )
-    flows = any(value.needs_grad for value in op.outputs)
-    inputs = (p if p != R or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs))
-    outputs = (p if p != R or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+    inputs = tuple(
+        p if p.kind != "R" or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs)
+    )
+    outputs = tuple(p if p.kind != "R" or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
+    if inputs == signature.inputs and outputs == signature.outputs:
+        return signature
+    return replace(signature, inputs=inputs, outputs=outputs)
 
 
 def _can_sum(op: Op, signature: Signature) -> bool:
     """Whether all pending values of `signature` can be summed: booleans cannot."""
     placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
-    return not any(placement == P and value.dtype == torch.bool for placement, value in placed)
+    return not any(value.dtype == torch.bool and placement == P for placement, value in placed)
 
 
 def own_extents(op: Op, signature: Signature) -> dict[SplitDim, int]:

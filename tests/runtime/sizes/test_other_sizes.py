@@ -103,6 +103,18 @@ def test_one_plan_for_lengths_and_batches(ranks4: Ranks) -> None:
     ranks4.run(lengths_and_batches)
 
 
+def split_lengths(outputs: str) -> None:
+    """Positions, and rows of all tokens, are split: one program does for all lengths that divide."""
+    truth, model, done = made(outputs=outputs)
+    with patch.object(call_kind, "MOST_RECORDED", 2):
+        for length in (24, 32, 28, 36, 40, 52, 41, 44):
+            check(truth, model, tokens(4, length))
+    (kind,) = {id(kind): kind for kind in model._autopar.kinds.values()}.values()
+    assert len(kind.sized) == 1 and done.count("plan") == 1, done
+    programs = {loaded.source for loaded in model._autopar.loaded.values()}
+    assert len(programs) == 5, f"{len(programs)} instead of those of 24, 32, 28, 36 and 41"
+
+
 def steps() -> None:
     """train_step with a loss function."""
     truth, model, done = made(loss_fn=loss_of)
@@ -113,6 +125,11 @@ def steps() -> None:
         torch.testing.assert_close(model.train_step(x, x), expected.detach(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradients(model), gradients(truth), rtol=1e-7, atol=1e-10)
     assert done.count("plan") == 1, done
+
+
+@pytest.mark.parametrize("outputs", ["whole", "sharded"])
+def test_one_program_for_all_lengths(ranks4: Ranks, outputs: str) -> None:
+    ranks4.run(split_lengths, outputs)
 
 
 def test_steps_of_other_sizes(ranks4: Ranks) -> None:
