@@ -33,7 +33,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.checks.given_call import check_not_parallel, checked_call, named_type
 from autopar.runtime.local_batch import LocalBatch, local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
-from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
+from autopar.runtime.rank_agreement import agreed_graph, all_here, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.sbp.placement import Layout
 from autopar.sbp.proof.unknown_ops import UnknownOps, with_unknown_ops
@@ -171,7 +171,7 @@ def compile(
         if plan is None:
             _check_open(mesh, args is not None or kwargs is not None, batch)
         mesh, plan = _settled(model, devices, example, cluster, request, plan, loss_fn)
-    mesh = _device_mesh(mesh)
+    mesh = all_here(mesh, _device_mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     parts, checks = _parts(mesh, batch, request, given, found), {"check": bool(check), "is_strict": check == "strict"}
@@ -197,7 +197,7 @@ def _on_logical_ranks(
         )
     devices = mesh if isinstance(mesh, DeviceMesh) else _mesh(mesh)
     flat = Mesh((devices.num_devices,), ("dp",)) if isinstance(devices, Devices) else devices
-    return logical_module(model, _device_mesh(flat), num_logical, loss_fn)
+    return logical_module(model, all_here(flat, _device_mesh), num_logical, loss_fn)
 
 
 def _check_open(mesh: AnyMesh, has_example: bool, batch: str | Sequence[str]) -> None:
@@ -296,7 +296,7 @@ def _settled(
     loss_fn: LossFunction | None,
 ) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:
     """An open mesh settled: the plan's mesh and the plan, which the first rank makes for all if none is given."""
-    flat = _device_mesh((devices.num_devices,))
+    flat = all_here((devices.num_devices,), _device_mesh)
     if plan is not None:
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
     found = _cluster_of(flat, cluster)

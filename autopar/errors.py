@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)
@@ -18,6 +19,15 @@ def warn(message: str) -> None:
     while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def warner() -> Callable[[str], None]:
+    """`warn` at the user's line as it is now, for another thread."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else (__file__, 1)
+    return lambda message: warnings.warn_explicit(message, UserWarning, *place)
 
 
 def is_users(path: str) -> bool:

@@ -1,6 +1,7 @@
 """Agreement of the ranks of a mesh before the first collective of the model, and propagation of errors to all ranks."""
 
 import hashlib
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import AutoparError, PeerFailed, RankMismatch, warn
+from autopar.errors import AutoparError, PeerFailed, RankMismatch, warn, warner
 from autopar.ir.folding.structure import structure_of
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
@@ -121,8 +122,40 @@ def _missing(mesh: DeviceMesh, place: str) -> str:
     """The ranks of the mesh that have not come to `place`, some of them by number."""
     store = default_store()
     ranks = [rank for rank in mesh.mesh.flatten().tolist() if not store.check([f"{place}/{rank}"])]
+    return _named(ranks)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """The text for ranks in a message."""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
+
+
+def all_here(mesh: Any, made: Callable[[Any], DeviceMesh]) -> DeviceMesh:
+    """The device mesh that `made` makes of `mesh`, once all of its ranks have called `autopar.compile` as often.
+
+    A rank that waits long says for whom: torch may wait too, where it makes process groups, so that another thread
+    looks and tells. Each rank counts its calls in the store that set up the process groups.
+    """
+    if not dist.is_initialized():
+        return made(mesh)
+    ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else range(dist.get_world_size())
+    store, place, warn_here = default_store(), "autopar/compile", warner()
+    num_calls = store.add(f"{place}/{dist.get_rank()}", 1)
+
+    def tell() -> None:
+        if late := [rank for rank in ranks if store.add(f"{place}/{rank}", 0) < num_calls]:
+            warn_here(f"rank {dist.get_rank()} waits for {_named(late)} to call autopar.compile")
+
+    timer = threading.Timer(LONG_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        found = made(mesh)
+        gather(found, None)
+        return found
+    finally:
+        timer.cancel()
 
 
 @dataclass
