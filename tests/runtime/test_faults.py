@@ -113,23 +113,6 @@ def only_here_other_shapes() -> None:
                 model(x[:4])
 
 
-def late_to_compile() -> None:
-    """The ranks that are there say for whom they wait."""
-    device_mesh((2, 2), ("dp", "tp"))  # for which torch waits as well
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_agreement, "LONG_S", 0.2)
-        if dist.get_rank() == 2:
-            time.sleep(1.0)
-            _compile()
-        else:
-            with pytest.warns(UserWarning, match=f"rank {dist.get_rank()} waits for rank 2 to call autopar.compile"):
-                _compile()
-
-
-def test_a_rank_that_is_late_is_named(ranks4: Ranks) -> None:
-    ranks4.run(late_to_compile)
-
-
 DIFFERENCES: dict[Callable[[], None], str] = {
     other_model: "rank 3 .*different models",
     other_weights: "head.bias on rank 2",
