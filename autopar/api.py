@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.calibrate.default_cluster import default_cluster
-from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster, preset_of
+from autopar.costmodel.cluster.load_cluster import Cluster, given_cluster
 from autopar.errors import AutoparError, InfeasibleError, MeshError, warn
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_given_model
 from autopar.ir.graph import Graph
+from autopar.ir.precision.mixed_precision import traced_in
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.logical.logical_module import logical_module
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
@@ -60,6 +61,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     unknown_ops: UnknownOps = "discover",
     shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
@@ -81,7 +83,11 @@ def plan(
     `memory_limit_bytes`: per device; by default nine tenths of the memory of the cluster's devices.
     `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan
         that fits.
-    `reduce_dtype`: in which gradients of parameters are summed over ranks, e.g. torch.float32; by default their own.
+    `param_dtype`: torch.bfloat16 or torch.float16, in which the model computes: parameters are cast before they are
+        gathered, and floating inputs; what is stored, gradients and the optimizer's state stay as they are
+        (docs/howto/low_precision.md). By default all is computed in its own dtype.
+    `reduce_dtype`: in which gradients of parameters are summed over ranks, e.g. torch.float32; by default their own,
+        with `param_dtype` torch.float32.
     `unknown_ops`: "discover", the rule of an op that autopar has none for is found by running it on small samples;
         "whole", it is not run, and whole on each device.
     `shares`: rows of the batch that each rank of an axis gets, where they are not to get as many: (24, 8), or {"dp":
@@ -92,11 +98,12 @@ def plan(
     args, kwargs = checked_call(model, args, kwargs)
     check_given_model(model)
     planar = _mesh(mesh)
-    found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    found = given_cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    dtypes = param_dtype, reduce_dtype
     request = request_of(
-        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
+        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, dtypes, unknown_ops, shares
     )
-    graph = traced(skeleton(model), loss_fn, args, kwargs)
+    graph = traced_in(request.training.compute_dtype, traced, skeleton(model), loss_fn, args, kwargs)
     check_shares(request, graph)
     with _telling(graph, planar, request) as progress:
         return _with_notes(choose_devices(graph, planar, found, request, progress=progress, predict=rank_peaks))
@@ -113,6 +120,7 @@ def compile(
     memory_limit_bytes: float | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     unknown_ops: UnknownOps = "discover",
     shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
@@ -139,7 +147,8 @@ def compile(
     `cluster`: a preset's name, a JSON file or a Cluster; by default these hosts as they were calibrated, or are now, in
         some seconds (`autopar.calibrate.default_cluster`).
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
-        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`, `unknown_ops`, `shares`).
+        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `param_dtype`, `reduce_dtype`,
+        `unknown_ops`, `shares`).
     `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
         batch is all parts, one after the other: every tensor with a dim 0, labels too, is split along it. Ranks that
         differ only on axes called pp, tp, cp, sp, mp or model give the same part, all others their own, in row-major
@@ -161,8 +170,9 @@ def compile(
     example = checked_call(model, args, kwargs)
     check_not_parallel(model)
     check_given_model(model)
+    dtypes = param_dtype, reduce_dtype
     request = request_of(
-        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype, unknown_ops, shares
+        pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, dtypes, unknown_ops, shares
     )
     _check_options(plan, request, cluster, outputs, check)
     if logical_ranks is not None:
@@ -175,8 +185,9 @@ def compile(
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     parts, checks = _parts(mesh, batch, request, given, found), {"check": bool(check), "is_strict": check == "strict"}
+    training = request.training if given is None else staged_plan.made_for(given)[1]["training"]
     planner = _Planner(mesh, found, request, given, isinstance(plan, Plan | StagedPlan) and not plan.is_from_file)
-    module = shard_module(model, mesh, planner, loss_fn, parts=parts, outputs=outputs, **checks)
+    module = shard_module(model, mesh, planner, loss_fn, training.compute_dtype, parts=parts, outputs=outputs, **checks)
     if args is not None or kwargs is not None:
         try:
             module._autopar.prepare(module, *example, trains=True)
@@ -229,7 +240,8 @@ def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, 
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
-            " num_microbatches=, schedule=, reduce_dtype=, unknown_ops=, shares=): give either the plan or the options"
+            " num_microbatches=, schedule=, param_dtype=, reduce_dtype=, unknown_ops=, shares=): give either the plan"
+            " or the options"
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {named_type(plan)}")
@@ -300,7 +312,8 @@ def _settled(
     if plan is not None:
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
     found = _cluster_of(flat, cluster)
-    graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
+    dtype = request.training.compute_dtype
+    graph = agreed_graph(flat, lambda: traced_in(dtype, traced, skeleton(model), loss_fn, *example))
     with of_first_rank(flat, "planning") as made:
         if made.is_here:
             with _telling(graph, devices, request) as progress:
@@ -377,18 +390,4 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def _cluster_of(mesh: DeviceMesh, cluster: AnyCluster | None) -> Cluster:
-    return default_cluster(mesh) if cluster is None else _cluster(cluster, mesh.device_type)
-
-
-def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
-    if cluster is None:
-        if device_type is None:
-            raise AutoparError(
-                "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or"
-                " a DeviceMesh as mesh"
-            )
-        cluster = preset_of(device_type)
-    try:
-        return load_cluster(cluster)
-    except (ValueError, TypeError, OSError) as error:
-        raise AutoparError(f"cluster= cannot be used: {error}") from error
+    return default_cluster(mesh) if cluster is None else given_cluster(cluster, mesh.device_type)

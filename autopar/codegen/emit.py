@@ -105,7 +105,10 @@ class _Emitter:
             return f"{variable(item.value.name)} = self.constants[{item.value.name!r}]  {note}"
         # a buffer that autograd saved must not change in the write-back
         read = "local_copy" if item.fqn in dict(self.program.mutations) else "local"
-        return f"{variable(item.value.name)} = self.{read}({item.fqn!r})  {note}"
+        stored = f"self.{read}({item.fqn!r})"
+        if item.value.stored_dtype is not None:
+            stored = f"cast_stored({stored}, {code(item.value.dtype)})"
+        return f"{variable(item.value.name)} = {stored}  {note}"
 
     def _step(self, step: AnyStep) -> list[str]:
         if isinstance(step, Release):

@@ -296,9 +296,12 @@ def _accumulated_bytes(
 
     They are beyond the gradients in the stored layout, which are computed from these buffers one after the other.
     """
-    num_bytes = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
+    itemsize = value.dtype.itemsize if value.stored_dtype is None else value.sum_itemsize
+    each = _local_bytes(value, targets, mesh_shape) * itemsize / value.dtype.itemsize
+    num_bytes = np.broadcast_to(each, (len(sources), len(targets)))
     if is_stored:
-        return np.maximum(0.0, num_bytes - _local_bytes(value, sources, mesh_shape)[:, None])
+        stored = _local_bytes(value, sources, mesh_shape) * value.stored_itemsize / value.dtype.itemsize
+        return np.maximum(0.0, num_bytes - stored[:, None])
     return np.where(np.array([[src == dst for dst in targets] for src in sources]), 0.0, num_bytes)
 
 

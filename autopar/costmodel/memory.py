@@ -30,29 +30,35 @@ def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shap
 
 
 def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> dict[str, int]:
-    """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in
-    `layout`.
+    """Bytes by kind ("parameters", "casts", "gradients", "optimizer", "buffers", "constants", "arguments") of an input
+    stored in `layout`. "casts": of parameters, in the dtype in which they are computed, if it is another.
 
     An argument without gradient counts for the whole batch; one with a gradient is an activation received from another
     stage and counts for each microbatch in flight.
     """
-    held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
+    held = local_bytes(item.value.shape, item.value.stored_itemsize, layout, mesh_shape)
     by_kind = {item.kind + "s": held}
+    if item.value.stored_dtype is not None:
+        by_kind["casts"] = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
     if item.kind == "argument":
         by_kind["arguments"] *= training.num_in_flight if item.value.needs_grad else training.num_microbatches
     if item.kind == "parameter" and item.value.needs_grad:
         by_kind["gradients"] = held
-        by_kind["optimizer"] = held // item.value.dtype.itemsize * training.state_bytes
+        by_kind["optimizer"] = held // item.value.stored_itemsize * training.state_bytes
     return by_kind
 
 
 def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
     """Bytes that the optimizer reads and writes on a device for an input stored in `layout`; 0 of what is not updated.
 
-    A parameter and its state count twice, the gradient once.
+    A parameter and its state count twice, the gradient once. So do the casts of a parameter that is computed in another
+    dtype: it is read and the cast written, the gradient of the cast is read and that of the parameter written.
     """
     by_kind = input_bytes(item, layout, mesh_shape, training)
-    return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] if "gradients" in by_kind else 0
+    if "gradients" not in by_kind:
+        return 0
+    cast = by_kind["parameters"] + by_kind["gradients"] + 2 * by_kind["casts"] if "casts" in by_kind else 0
+    return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] + cast
 
 
 def update_time(num_bytes: float, num_parameters: int, cluster: Cluster) -> float:

@@ -31,6 +31,9 @@ REDUCE_DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+# Dtypes in which parameters can be computed beside the one in which they are stored.
+PARAM_DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -38,9 +41,10 @@ class Training:
 
     `num_in_flight`: the most microbatches between their forward and their backward at a time; `num_waiting`: those
     whose weight gradients are put off, as in zero-bubble schedules. `reduce_dtype`: name of the dtype in which the
-    gradients of parameters are summed over ranks; "": their own. `in_stages`: whether other ranks run other stages, and
-    parameters are gathered before all microbatches and reduced with the last of them, even of a single one. ValueError
-    for an unknown optimizer or dtype, or a count below 1.
+    gradients of parameters are summed over ranks; "": their own. `param_dtype`: name of that in which parameters and
+    inputs are computed, other than they are stored in (`ir.precision`); "": in their own. `in_stages`: whether other
+    ranks run other stages, and parameters are gathered before all microbatches and reduced with the last of them, even
+    of a single one. ValueError for an unknown optimizer or dtype, or a count below 1.
     """
 
     optimizer: str = "adamw"
@@ -49,10 +53,12 @@ class Training:
     num_waiting: int = 0
     reduce_dtype: str = ""
     in_stages: bool = False
+    param_dtype: str = ""
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype not in ("", *REDUCE_DTYPES):
-            raise ValueError(f"reduce_dtype: expected one of {', '.join(REDUCE_DTYPES)}, found {self.reduce_dtype!r}")
+        for name, known in (("reduce_dtype", REDUCE_DTYPES), ("param_dtype", PARAM_DTYPES)):
+            if (found := getattr(self, name)) not in ("", *known):
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, found {found!r}")
         if self.optimizer not in OPTIMIZER_STATE_BYTES:
             known = ", ".join(OPTIMIZER_STATE_BYTES)
             raise ValueError(
@@ -69,7 +75,13 @@ class Training:
     ) -> "Training":
         """The step with so many microbatches and ranks along the pipeline; the counts are those of a stage."""
         counts = num_microbatches, num_in_flight, num_waiting
-        return Training(self.optimizer, *counts, self.reduce_dtype, in_stages=num_ranks > 1)
+        dtypes = {"reduce_dtype": self.reduce_dtype, "param_dtype": self.param_dtype}
+        return Training(self.optimizer, *counts, **dtypes, in_stages=num_ranks > 1)
+
+    @property
+    def of_one_pass(self) -> "Training":
+        """The step with the whole batch in one pass, without stages."""
+        return Training(self.optimizer, reduce_dtype=self.reduce_dtype, param_dtype=self.param_dtype)
 
     @property
     def is_split(self) -> bool:
@@ -78,8 +90,15 @@ class Training:
 
     @property
     def described(self) -> str:
-        """The optimizer, and the dtype of sums where it was chosen."""
-        return f"{self.optimizer}, gradients summed in {self.reduce_dtype}" if self.reduce_dtype else self.optimizer
+        """The optimizer, and the dtypes of parameters and of sums where they were chosen."""
+        computed = f"computed in {self.param_dtype}" * bool(self.param_dtype)
+        summed = f"gradients summed in {self.reduce_dtype}" * bool(self.reduce_dtype)
+        return ", ".join(filter(None, (self.optimizer, computed, summed)))
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """`param_dtype`, None for their own."""
+        return PARAM_DTYPES.get(self.param_dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype | None:

@@ -15,7 +15,8 @@ Result = TypeVar("Result")
 class Value:
     """A tensor of the graph with its unique name; shapes are global.
 
-    `sum_dtype`: dtype in which its gradient is summed over ranks; None: its own.
+    `sum_dtype`: dtype in which its gradient is summed over ranks; None: its own. `stored_dtype`: of a parameter, the
+    dtype of the tensor that the optimizer updates and of its gradient, of which this is a cast; None: its own.
     """
 
     name: str
@@ -23,6 +24,17 @@ class Value:
     dtype: torch.dtype
     needs_grad: bool
     sum_dtype: torch.dtype | None = None
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Bytes of an element as it is stored."""
+        return (self.stored_dtype or self.dtype).itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the whole tensor as it is stored."""
+        return torch.Size(self.shape).numel() * self.stored_itemsize
 
     @property
     def sum_itemsize(self) -> int:
@@ -35,7 +47,8 @@ class Value:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"%{self.name}: {short_dtype(self.dtype)}{list(self.shape)}"
+        stored = "" if self.stored_dtype is None else f" of {short_dtype(self.stored_dtype)}"
+        return f"%{self.name}: {short_dtype(self.dtype)}{list(self.shape)}{stored}"
 
 
 @dataclass(frozen=True, slots=True)

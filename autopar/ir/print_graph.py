@@ -75,7 +75,10 @@ def fingerprint(graph: Graph) -> str:
     def define(values: tuple[Value, ...]) -> list[Any]:
         for value in values:
             index[value.name] = len(index)
-        return [(value.shape, str(value.dtype), value.needs_grad) for value in values]
+        return [
+            (x.shape, str(x.dtype), x.needs_grad, *([] if x.stored_dtype is None else [str(x.stored_dtype)]))
+            for x in values
+        ]
 
     def feed(*parts: Any) -> None:
         digest.update(repr(parts).encode() + b"\n")

@@ -130,9 +130,8 @@ def _seen_first(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _part(item: Input, layout: Layout, mesh: Mesh) -> torch.Tensor:
     needs_grad = item.value.needs_grad and item.kind != "buffer"
-    return torch.empty(
-        local_shape(item.value.shape, layout, mesh.shape), dtype=item.value.dtype, requires_grad=needs_grad
-    )
+    dtype = item.value.stored_dtype or item.value.dtype
+    return torch.empty(local_shape(item.value.shape, layout, mesh.shape), dtype=dtype, requires_grad=needs_grad)
 
 
 Tensors = list[torch.Tensor]

@@ -249,6 +249,9 @@ def _run(stages: Mapping[int, DryStage], step: DryStep, run: RunOp) -> Phases:
         return step.run(storages)
 
 
+_IN_STEP = ("gradients", "casts")  # kinds that a step allocates
+
+
 def _peak(
     inputs: Sequence[tuple[Mesh, Inputs]],
     phases: Phases,
@@ -259,7 +262,7 @@ def _peak(
 ) -> Peak:
     """The peak of a rank; `inputs`: (mesh, inputs) of each of its stages, `slices`: as `_slices` gives them."""
     kinds = _bytes_of(inputs, training, slices)
-    stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
+    stored = batch_bytes + sum(sum(own.values()) - sum(own.get(x, 0) for x in _IN_STEP) for own in kinds.values())
     stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
     peaks, now, beside = [], stored, _beside_backward(phases)
     for name, changes in phases:

@@ -9,7 +9,7 @@ import torch
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import REDUCE_DTYPES, WHOLE_BATCH, Training
+from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.mesh import SHARING, Devices, Mesh
@@ -113,13 +113,13 @@ def request_of(
     time_limit_s: float | None,
     num_microbatches: int | None,
     schedule: str | None,
-    reduce_dtype: torch.dtype | None = None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     unknown_ops: UnknownOps = "discover",
     shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
 ) -> PlanRequest:
     """The planning options of `autopar.plan`, where None stands for the default, as a request.
 
-    AutoparError for one of a wrong type or value, with what was expected.
+    `dtypes`: `param_dtype` and `reduce_dtype`. AutoparError for one of a wrong type or value, with what was expected.
     """
     check_unknown_ops(unknown_ops)
     request: dict[str, Any] = {"unknown_ops": unknown_ops}
@@ -147,7 +147,7 @@ def request_of(
         if schedule not in SCHEDULES:
             raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
         request["schedule"] = schedule
-    return PlanRequest(**request, shares=_shares(shares), training=_summing_in(reduce_dtype))
+    return PlanRequest(**request, shares=_shares(shares), training=training_in(*dtypes))
 
 
 def _shares(shares: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -179,9 +179,19 @@ def check_shares(request: PlanRequest, graph: Graph) -> None:
             )
 
 
-def _summing_in(dtype: torch.dtype | None) -> Training:
-    name = "" if dtype is None else next((name for name, known in REDUCE_DTYPES.items() if known is dtype), None)
+def training_in(param_dtype: Any, reduce_dtype: Any, optimizer: str = WHOLE_BATCH.optimizer) -> Training:
+    """A step that computes in the first dtype and sums gradients in the second one, by default in float32 if the first
+    is given. AutoparError for one that cannot.
+    """
+    return Training(
+        optimizer,
+        param_dtype=_name_of(param_dtype, "param_dtype", PARAM_DTYPES),
+        reduce_dtype=_name_of(reduce_dtype, "reduce_dtype", REDUCE_DTYPES) or "float32" * (param_dtype is not None),
+    )
+
+
+def _name_of(dtype: Any, option: str, known: Mapping[str, torch.dtype]) -> str:
+    name = "" if dtype is None else next((name for name, one in known.items() if one is dtype), None)
     if name is None:
-        expected = ", ".join(f"torch.{known}" for known in REDUCE_DTYPES)
-        raise AutoparError(f"reduce_dtype= expects one of {expected}, found {dtype!r}")
-    return replace(WHOLE_BATCH, reduce_dtype=name)
+        raise AutoparError(f"{option}= expects one of {', '.join(f'torch.{x}' for x in known)}, found {dtype!r}")
+    return name

@@ -92,7 +92,7 @@ def plans_of_points(plan: StagedPlan) -> Iterator[tuple[str, StagedPlan]]:
     """(name, plan) of each hand plan in stages that `plan` was compared with, made anew; without those that are not to
     be made as they cost then.
     """
-    training = Training(plan.training.optimizer, reduce_dtype=plan.training.reduce_dtype)
+    training = plan.training.of_one_pass
     whole = loss_only(plan.graph)
     model = model_of(whole, fold(whole), num_stages=plan.schedule.num_ranks)
     for name, costs in plan.hand.items():

@@ -151,7 +151,7 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False
     if serialise.has_stages(text):
         return StagedPlan.loads(text, graph, mesh, is_own=is_own)
     plan = Plan.loads(text, graph, mesh, is_own=is_own)
-    if plan.training != Training(plan.training.optimizer, reduce_dtype=plan.training.reduce_dtype):
+    if plan.training != plan.training.of_one_pass:
         raise PlanError(f"the plan has {plan.training} and no schedule that runs microbatches; {serialise.AGAIN}")
     return plan
 
@@ -168,7 +168,7 @@ def mesh_in(text: str) -> Mesh:
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
     """(cluster, fields of the `PlanRequest`) for which the plan in `text` was made; PlanError if there is none."""
     saved = _saved(text)
-    training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
+    training = saved.training.of_one_pass
     shares = tuple((saved.mesh.axis_names[axis], rows) for axis, rows in saved.mesh.shares)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes, "shares": shares}
 

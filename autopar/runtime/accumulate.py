@@ -11,7 +11,7 @@ from autopar.codegen.generated_self import Gather, GeneratedSelf
 from autopar.codegen.program import Gathered, Program
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.axis import Axis
-from autopar.sbp.in_flight import InFlight, arrived, is_in_turn
+from autopar.sbp.in_flight import InFlight, Receiver, arrived, is_in_turn, placeholder, wide_of
 
 # variable of the generated functions -> result of `gather`, in autograd's graph
 Results = dict[str, torch.Tensor]
@@ -115,7 +115,7 @@ class OpenStep:
     def _reduced(self, group: Sequence[Gathered]) -> "_ReducedGroup":
         """The group, whose results and leaves are dropped, with its collectives under way."""
         pairs = [(self.results.pop(one.name), self.loaded.used.pop(one.name)) for one in group]
-        ends = [(result, leaf.grad) for result, leaf in pairs if leaf.grad is not None]
+        ends = [(result, _given_to(result, leaf.grad)) for result, leaf in pairs if leaf.grad is not None]
         for _, leaf in pairs:
             leaf.grad = None
         del pairs
@@ -127,6 +127,14 @@ class OpenStep:
         results, gradients = map(list, zip(*ends))
         del ends
         return _ReducedGroup(stored, torch.autograd.grad(results, stored, gradients, allow_unused=True))
+
+
+def _given_to(result: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What autograd is given as the gradient of `result`: one of a wider dtype is in flight to what made it."""
+    if gradient.dtype == result.dtype:
+        return gradient
+    Receiver(result.grad_fn, result.output_nr).put(lambda: (gradient,), 0, gradient.dtype)
+    return placeholder(gradient, gradient.shape, result.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +161,9 @@ def open_step(loaded: SplitSelf, num_microbatches: int = 0) -> OpenStep:
     results = loaded.gather(gathering)
     loaded.used.clear()
     loaded.used.update((name, result.detach().requires_grad_(result.requires_grad)) for name, result in results.items())
+    for one in (one for group in loaded.program.gather.results for one in group):
+        if wide_of((result := results[one.name],)) is not None:  # what microbatches add is not rounded
+            loaded.used[one.name].grad_dtype = one.value.sum_dtype or result.dtype
     step = OpenStep(loaded, results, gathering.stored, num_microbatches)
     if num_microbatches and not is_in_turn():
         step.watch()

@@ -35,7 +35,7 @@ from autopar.runtime.saved_tensors.regather import regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.convert import convert, convert_together, move
-from autopar.sbp.in_flight import InFlight, arrived
+from autopar.sbp.in_flight import InFlight, arrived, cast_stored
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.nested import Nest
 from autopar.sbp.placement import E, I, L, Layout, P, R, S, shares
@@ -193,6 +193,7 @@ def namespace() -> dict[str, Any]:
         "local": local,
         "convert": convert,
         "move": move,
+        "cast_stored": cast_stored,
         "seeded": seeded,
         "convert_together": convert_together,
         "GatherBucket": GatherBucket,

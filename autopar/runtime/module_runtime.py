@@ -95,8 +95,9 @@ class Runtime:
     name: str  # the same on every rank, and no other module's
     own: Own  # the model's own parameters, until the first plan shards them
     loss_fn: LossFunction | None = None  # of train_step
+    param_dtype: torch.dtype | None = None  # in which it is computed
     parts: LocalBatch | None = None  # None: every rank gives the whole batch
-    check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
+    check: InputCheck | None = None  # None: nothing is compared between ranks
     is_strict: bool = False  # weights must be equal on all ranks; otherwise the first rank's are taken
     is_in_use: bool = False  # somebody may hold the parameters
     shares: Shares = ()  # of the batch, if they were changed since it was planned

@@ -208,6 +208,7 @@ def shard_module(
     mesh: DeviceMesh,
     plan: CallPlanner,
     loss_fn: LossFunction | None = None,
+    param_dtype: torch.dtype | None = None,
     *,
     parts: LocalBatch | None = None,
     outputs: str = "whole",
@@ -215,7 +216,7 @@ def shard_module(
     is_strict: bool = False,
 ) -> ShardedModule:
     """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
-    then.
+    then. `param_dtype`: in which it is computed, None for its own.
     """
     handle_scalars_and_random_ops()
     cut_loaded_state()
@@ -236,6 +237,7 @@ def shard_module(
         name,
         own,
         loss_fn,
+        param_dtype,
         parts,
         InputCheck(mesh, parts) if check else None,
         is_strict,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.sbp.axis import Axis
-from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, timed, waiting_nodes
+from autopar.sbp.in_flight import Landing, Receiver, expect, given_back, placeholder, taken, timed
 from autopar.sbp.nested import Chain, gather_into, scatter_into
 from autopar.sbp.placement import P, Placement, R
 from autopar.sbp.uneven.dim_parts import DimParts
@@ -32,19 +32,19 @@ class _ConvertAxis(torch.autograd.Function):
     def forward(ctx, x, axis, src, dst, sum_in, extent):
         ctx.axis, ctx.src, ctx.dst, ctx.sum_in = axis, src, dst, sum_in
         ctx.extent = x.shape[dst.dim] if dst.is_split else None  # of the gradient's parts
-        ctx.waiting = waiting_nodes((x,))
+        expect(ctx, (x,))
         # detached, it is no view to autograd, so that who gets it may write to it in place
         return _moved(x, axis, src, dst, extent).detach()
 
     @staticmethod
     def backward(ctx, *gradients):
-        (gradient,), is_sum = gradients, ctx.sum_in is not None and dual(ctx.dst).kind == "P"
+        gradients, is_sum = taken(ctx, gradients), ctx.sum_in is not None and dual(ctx.dst).kind == "P"
         ends = (dual(ctx.dst),), (dual(ctx.src),)
         if _is_put_off(ctx.axis, *ends, ctx.waiting):
-            return *_sum_in_flight(ctx.axis, *ends, ctx.waiting, gradients, ctx.sum_in), None, None, None, None, None
-        gradient = gradient.to(ctx.sum_in) if is_sum else gradient
+            return *_sum_in_flight(ctx, ctx.axis, *ends, gradients), None, None, None, None, None
+        gradient = gradients[0].to(ctx.sum_in if is_sum else ctx.dtype)
         summed = convert(gradient, ctx.axis, dual(ctx.dst), dual(ctx.src), extent=ctx.extent)
-        return summed.to(gradients[0].dtype), None, None, None, None, None
+        return *given_back(ctx, (summed,)), None, None, None, None, None
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, extent: int | None = None) -> torch.Tensor:
@@ -80,19 +80,19 @@ class _ConvertBucket(torch.autograd.Function):
     def forward(ctx, axis, sources, targets, sum_in, extents, *tensors):
         ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
         ctx.extents = tuple(x.shape[dst.dim] if dst.is_split else None for x, dst in zip(tensors, targets))
-        ctx.waiting = waiting_nodes(tensors)
+        expect(ctx, tensors)
         return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors, extents=extents))
 
     @staticmethod
     def backward(ctx, *grads):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
+        grads = taken(ctx, grads)
         if _is_put_off(ctx.axis, sources, targets, ctx.waiting):
-            summed = _sum_in_flight(ctx.axis, sources, targets, ctx.waiting, grads, ctx.sum_in)
-            return None, None, None, None, None, *summed
-        own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
-        wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
+            return None, None, None, None, None, *_sum_in_flight(ctx, ctx.axis, sources, targets, grads)
+        is_sum = ctx.sum_in is not None and sources[0].kind == "P"
+        wide = (grad.to(ctx.sum_in if is_sum else ctx.dtype) for grad in grads)
         summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, ctx.extents, *wide)
-        return None, None, None, None, None, *(grad.to(own) for grad in summed)
+        return None, None, None, None, None, *given_back(ctx, summed)
 
 
 def convert_together(
@@ -113,27 +113,24 @@ def convert_together(
     return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, extents, *tensors)
 
 
-def _is_put_off(axis: Axis, src: Sequence[Placement], dst: Sequence[Placement], waiting: Sequence[Any]) -> bool:
+def _is_put_off(axis: Axis, src: Sequence[Placement], dst: Sequence[Placement], waiting: Sequence[Receiver]) -> bool:
     """Whether gradients are summed while backward goes on; what is differentiated again is not."""
     if not waiting or axis.size == 1 or axis.group is None or torch.is_grad_enabled():
         return False
-    return src[0].kind == "P" and (dst[0].kind in ("I", "R") or (dst[0].kind == "S" and takes_scatters(waiting)))
+    return src[0].kind == "P" and (
+        dst[0].kind in ("I", "R") or (dst[0].kind == "S" and all(one.takes_scatters for one in waiting))
+    )
 
 
 def _sum_in_flight(
-    axis: Axis,
-    sources: Sequence[Placement],
-    targets: Sequence[Placement],
-    waiting: Sequence[Any],
-    gradients: Sequence[torch.Tensor],
-    sum_in: torch.dtype | None,
+    ctx: Any, axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], gradients: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Start the sum of `gradients`, which arrive at the nodes `waiting`, and return placeholders of them."""
-    dtype = sum_in or gradients[0].dtype
+    """Start the sum of `gradients`, which arrive at what waits for those of node `ctx`, and return placeholders."""
+    dtype = ctx.sum_in or ctx.dtype
     landing = cache(begin_together(axis, sources, targets, *(x.to(dtype) for x in gradients), is_async=True))
-    for place, (node, gradient) in enumerate(zip(waiting, gradients, strict=True)):
-        node.in_flight.append(InFlight(landing, place, gradient.dtype))
-    return tuple(placeholder(x, _part_shape(x.shape, dst, axis)) for x, dst in zip(gradients, targets))
+    for place, receiver in enumerate(ctx.waiting):
+        receiver.put(landing, place, ctx.dtype)
+    return tuple(placeholder(x, _part_shape(x.shape, dst, axis), ctx.dtype) for x, dst in zip(gradients, targets))
 
 
 def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> list[int]:

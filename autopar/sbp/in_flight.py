@@ -3,6 +3,9 @@
 A gradient that is being summed has no value yet, but autograd wants one from the node that starts the sum. It gets a
 placeholder, zero, and the sum arrives at the next node (`arrived`), which must be one that waits. Autograd runs the
 nodes that are ready in the reverse order of their making: a node that was made early in forward waits late in backward.
+
+Autograd casts each gradient to the dtype of what it is the gradient of. Those of a parameter that is computed in a
+lower dtype than it is stored in (`cast_stored`) are summed in a wider one, and go past autograd in the same way.
 """
 
 import time
@@ -41,11 +44,12 @@ def timed(wait: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """Result number `place` of a collective, which is wanted in `dtype`."""
+    """Result number `place` of a collective, which is wanted in `dtype`, for result number `output` of the node."""
 
     landing: Landing
     place: int
     dtype: torch.dtype
+    output: int = 0
 
     def landed(self) -> torch.Tensor:
         """The result, once it is there."""
@@ -71,32 +75,118 @@ def is_in_turn() -> bool:
     return _num_in_turn > 0
 
 
-def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """The nodes of autograd that made `tensors`; () unless each waits for what is in flight to it, or `in_turn`."""
-    nodes = tuple(x.grad_fn for x in tensors)
-    is_waited_for = not _num_in_turn and all(hasattr(node, "in_flight") for node in nodes)
-    return nodes if is_waited_for else ()
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """Result number `output` of a node of autograd to which gradients may be in flight.
 
-
-def takes_scatters(nodes: Sequence[Any]) -> bool:
-    """Whether `nodes`, of `waiting_nodes`, wait for parts of sums too, not for whole sums alone."""
-    return all(getattr(node, "takes_scatters", False) for node in nodes)
-
-
-def placeholder(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zero of `shape`, in place of what is in flight of `gradient` to the node that gets this; it takes no memory."""
-    return gradient.new_zeros(()).expand(tuple(shape))
-
-
-def arrived(in_flight: list[InFlight], gradient: torch.Tensor) -> torch.Tensor:
-    """The whole gradient of a node, from `gradient`, which autograd hands it, and what is in flight to it.
-
-    `in_flight` is empty afterwards.
+    The node has `in_flight`, a list; `takes_scatters` if it waits for parts of sums too, not for whole sums alone; and
+    `wide`, the dtype in which it takes gradients, if that is not the one in which autograd gives them.
     """
-    parts = [one.landed() for one in in_flight]
-    in_flight.clear()
-    # what others add to a placeholder has memory of its own; of no dims it has no strides to tell it by, and is added
-    is_empty = bool(parts) and gradient.dim() > 0 and not any(gradient.stride())
+
+    node: Any
+    output: int
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        return getattr(self.node, "wide", None)
+
+    @property
+    def takes_scatters(self) -> bool:
+        return getattr(self.node, "takes_scatters", False)
+
+    def put(self, landing: Landing, place: int, dtype: torch.dtype) -> None:
+        """Send result number `place` to the node, in `dtype` unless it takes another one."""
+        self.node.in_flight.append(InFlight(landing, place, self.wide or dtype, self.output))
+
+
+def receivers(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
+    """What made `tensors`; () unless gradients may be in flight to each."""
+    found = tuple(Receiver(x.grad_fn, x.output_nr) for x in tensors)
+    return found if all(hasattr(one.node, "in_flight") for one in found) else ()
+
+
+def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
+    """What made `tensors`; () unless each waits for what is in flight to it, or `in_turn`."""
+    return () if _num_in_turn else receivers(tensors)
+
+
+def wide_of(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """The dtype in which gradients of `tensors` are taken, if it is another than theirs."""
+    dtypes = {one.wide for one in receivers(tensors)}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def placeholder(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Zero of `shape`, in place of what is in flight of `gradient` to the node that gets this; it takes no memory."""
+    return gradient.new_zeros((), dtype=dtype).expand(tuple(shape))
+
+
+def is_placeholder(gradient: torch.Tensor) -> bool:
+    """Whether nothing was added to a placeholder; one of no dims has no strides to tell it by."""
+    return gradient.dim() > 0 and not any(gradient.stride())
+
+
+def arrived(in_flight: list[InFlight], gradient: torch.Tensor, output: int = 0) -> torch.Tensor:
+    """The whole gradient of result number `output` of a node, from `gradient`, which autograd gives it, and what is in
+    flight to it. `in_flight` has none of it afterwards.
+    """
+    parts = [one.landed() for one in in_flight if one.output == output]
+    in_flight[:] = [one for one in in_flight if one.output != output]
+    # what others add to a placeholder has memory of its own
+    is_empty = bool(parts) and is_placeholder(gradient)
     for part in parts:
         gradient, is_empty = part if is_empty else gradient + part, False
     return gradient
+
+
+def expect(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Of a node of autograd that is made of `tensors`: where its gradients go, and what may be in flight to it."""
+    ctx.dtype, ctx.waiting, ctx.wide = tensors[0].dtype, waiting_nodes(tensors), wide_of(tensors)
+    ctx.receivers = receivers(tensors) if ctx.wide is not None else ()
+    if ctx.wide is not None:
+        ctx.in_flight = list[InFlight]()
+
+
+def taken(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The whole gradients of a node, of which `expect` was called."""
+    if ctx.wide is None:
+        return tuple(gradients)
+    return tuple(arrived(ctx.in_flight, x, output) for output, x in enumerate(gradients))
+
+
+def given_back(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a node, of which `expect` was called, returns to autograd for `gradients`: those in a wider dtype go past
+    it, but where they are differentiated again, which are rounded.
+    """
+    if not ctx.receivers or gradients[0].dtype == ctx.dtype or torch.is_grad_enabled():
+        return tuple(x.to(ctx.dtype) for x in gradients)
+    for place, receiver in enumerate(ctx.receivers):
+        receiver.put(lambda: tuple(gradients), place, gradients[0].dtype)
+    return tuple(placeholder(x, x.shape, ctx.dtype) for x in gradients)
+
+
+class _CastStored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.in_flight, ctx.wide, ctx.before = list[InFlight](), x.dtype, receivers((x,))
+        ctx.takes_scatters = bool(ctx.before) and ctx.before[0].takes_scatters
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        if not (ctx.before and ctx.in_flight):
+            return arrived(ctx.in_flight, gradient).to(ctx.wide), None
+        (before,) = ctx.before  # waits as late as can be
+        for one in ctx.in_flight:
+            before.put(one.landing, one.place, ctx.wide)
+        ctx.in_flight.clear()
+        is_empty = is_placeholder(gradient)
+        return placeholder(gradient, gradient.shape, ctx.wide) if is_empty else gradient.to(ctx.wide), None
+
+
+def cast_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The stored part `x` of a parameter in `dtype`, in which it is computed. Its gradient has the dtype of `x`, and so
+    have sums of it over ranks until then, if they are in that dtype.
+    """
+    return _CastStored.apply(x, dtype) if torch.is_grad_enabled() else x.detach().to(dtype)

@@ -103,6 +103,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "declare": referee.declare,
         "convert": referee.convert,
         "move": referee.convert,
+        "cast_stored": lambda x, dtype: x.to(dtype),
         "local": _Untyped(namespace()["local"]),
         "seeded": lambda *_: torch.enable_grad(),
         "GatherBucket": bucket,

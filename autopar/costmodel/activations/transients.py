@@ -115,7 +115,7 @@ def _by_position(sampled: Sampled, last: Mapping[str, int]) -> list[int]:
     sizes = [0] * len(sampled.graph.ops)
     for item in sampled.graph.of_kind("parameter"):
         if item.value.name in last:
-            sizes[last[item.value.name]] += sampled.num(item.value.name) * item.value.num_bytes
+            sizes[last[item.value.name]] += sampled.num(item.value.name) * item.value.stored_bytes
     return sizes
 
 

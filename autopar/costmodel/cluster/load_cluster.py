@@ -1,4 +1,4 @@
-"""`load_cluster`: a cluster by name or file; `preset_of`: the name for the devices at hand."""
+"""`load_cluster`: a cluster by name or file; `given_cluster`: of a caller; `preset_of`: the name of what is here."""
 
 import json
 from os import PathLike
@@ -12,7 +12,7 @@ from autopar.costmodel.cluster.hardware import cluster_from_json as one_kind_fro
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.errors import AutoparError
 
-__all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster", "preset_of"]
+__all__ = ["Cluster", "LinkLevel", "cluster_from_json", "given_cluster", "load_cluster", "preset_of"]
 
 
 def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
@@ -72,3 +72,20 @@ def preset_of(device_type: str) -> str:
         if key in name:
             return preset
     raise AutoparError(f"no cluster preset for {name!r}; pass cluster= (a preset's name, a JSON file or a Cluster)")
+
+
+def given_cluster(cluster: Cluster | str | PathLike | None, device_type: str | None) -> Cluster:
+    """The cluster of a caller's `cluster=`, by default the preset of the devices of this type at hand; AutoparError if
+    it cannot be used.
+    """
+    if cluster is None:
+        if device_type is None:
+            raise AutoparError(
+                "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or"
+                " a DeviceMesh as mesh"
+            )
+        cluster = preset_of(device_type)
+    try:
+        return load_cluster(cluster)
+    except (ValueError, TypeError, OSError) as error:
+        raise AutoparError(f"cluster= cannot be used: {error}") from error

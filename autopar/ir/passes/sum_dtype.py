@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Value
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
+from autopar.ir.passes.rewire import with_values
 
 # Ops that keep every element of a weight: a view or cast of it is gathered, and its gradient summed, as the weight is.
 _CASTS = {
@@ -36,13 +37,4 @@ def summed_in(graph: Graph, dtype: torch.dtype | None) -> Graph:
         is_summed = value.name in weights and value.needs_grad and value.dtype.is_floating_point
         return replace(value, sum_dtype=dtype) if is_summed and value.dtype != dtype else value
 
-    def of_op(op: Op) -> Op:
-        return replace(op, inputs=tuple(map(marked, op.inputs)), outputs=tuple(map(marked, op.outputs)))
-
-    return replace(
-        graph,
-        inputs=tuple(replace(item, value=marked(item.value)) for item in graph.inputs),
-        ops=tuple(map(of_op, graph.ops)),
-        outputs=tuple(marked(item) if isinstance(item, Value) else item for item in graph.outputs),
-        mutations=tuple((fqn, marked(value)) for fqn, value in graph.mutations),
-    )
+    return with_values(graph, marked)

@@ -20,13 +20,16 @@ from autopar.ir.trace import outline_to_graph
 
 @dataclass(frozen=True)
 class SizedTrace:
-    """An exported model whose dims of some arguments are symbols. `finish`: the passes over its graphs."""
+    """An exported model whose dims of some arguments are symbols. `finish`: the passes over its graphs; `given`: what
+    it is called with, of the arguments of a call.
+    """
 
     model: nn.Module
     outline: Outline
     range: SizeRange
     autocast: Autocast | None
     finish: Callable[[Graph], Graph]
+    given: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = lambda *call: call
 
     @classmethod
     def of(
@@ -54,6 +57,7 @@ class SizedTrace:
 
     def graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
         """The graph for inputs of the sizes of `args` and `kwargs`; None if the model decides otherwise for them."""
+        args, kwargs = self.given(args, kwargs)
         leaves = flat_arguments(self.outline.program.call_spec.in_spec, args, dict(sorted(kwargs.items())))
         symbols = self.range.values([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if symbols is None:

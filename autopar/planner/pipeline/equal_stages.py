@@ -41,7 +41,7 @@ def requested_of(graph: Graph, request: PlanRequest) -> Any:
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
     if not isinstance(value, Value):
         return value
-    return inputs.get(value.name, (value.shape, value.dtype))
+    return inputs.get(value.name, (value.shape, value.dtype, value.stored_dtype))
 
 
 def renamed(assignment: Assignment, like: Graph, graph: Graph) -> Assignment:

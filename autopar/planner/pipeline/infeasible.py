@@ -22,7 +22,7 @@ from autopar.search.deadline import Deadline
 from autopar.units import format_bytes
 
 # Kinds of memory that neither fewer samples nor shorter sequences reduce.
-_STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
+_STORED = ("parameters", "casts", "gradients", "optimizer", "buffers", "constants", "gathered")
 # The lightest point is searched within limits above this share of what it takes: the search saves a quarter of it
 # (bert-large on two devices: 0.76 by the estimate, 0.73 by the peak), and takes ten times as long as the sweep.
 _NEAR = 0.7

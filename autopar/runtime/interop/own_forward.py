@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.export.meta_copy import bare as meta
 from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
 from autopar.runtime.interop.compiled_after import check_not_traced
@@ -27,6 +29,7 @@ class CallRuntime(Protocol):
     original: type[nn.Module]
     elsewhere: Mapping[str, torch.Tensor]
     parts: LocalBatch | None
+    param_dtype: torch.dtype | None
     bare: nn.Module | None
     changes: Changes
 
@@ -92,7 +95,8 @@ def as_written(module: nn.Module, runtime: CallRuntime, *, keeps_hooks: bool) ->
     if not keeps_hooks:
         for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
             hooks.clear()
-    put(bare, runtime.elsewhere)
+    copies = {id(x): meta(x) for x in runtime.elsewhere.values()}  # which a trace may cast
+    put(bare, {fqn: copies[id(x)] for fqn, x in runtime.elsewhere.items()})
     runtime.bare = bare
     try:
         yield bare
@@ -108,7 +112,7 @@ def tracer(
     def trace(how: Callable[..., Any], *asked: Any) -> Any:
         with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
             try:
-                return how(bare, loss_fn, *examples, *asked)
+                return traced_in(runtime.param_dtype, how, bare, loss_fn, *examples, *asked)
             except TraceError as error:
                 names = dict.fromkeys(
                     "forward" if name in (FORWARD, _REPLACED) else name for name in runtime.changes.last

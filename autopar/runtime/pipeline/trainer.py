@@ -179,7 +179,7 @@ class Trainer:
         that has none of one would not take part in the ranks' exchange.
         """
         stages = self.planned.stages if self.group is not None else ()
-        dtypes = {item.value.dtype for stage in stages for item in trained(stage.graph)}
+        dtypes = {item.value.stored_dtype or item.value.dtype for stage in stages for item in trained(stage.graph)}
         if len(dtypes) > 1:
             raise AutoparError(
                 f"the parameters that are trained are of several dtypes ({', '.join(sorted(map(str, dtypes)))}), of"

@@ -10,7 +10,7 @@ import torch
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.axis import Axis
 from autopar.sbp.convert import Extents, begin_together, convert_together, dual
-from autopar.sbp.in_flight import Landing, is_in_turn
+from autopar.sbp.in_flight import Landing, expect, given_back, is_in_turn, taken
 from autopar.sbp.placement import Placement
 
 
@@ -105,16 +105,15 @@ class GatherBucket:
 
         Those that are differentiated again are reduced in turn.
         """
-        own = gradients[0].dtype
         sources, targets = (tuple(map(dual, placements)) for placements in zip(*((b, a) for a, b in self.ends)))
         is_sum = self.sum_in is not None and sources[0].kind == "P"
-        wide = [x.to(self.sum_in) for x in gradients] if is_sum else gradients
+        own = self.stored[0].dtype
+        wide = [x.to(self.sum_in if is_sum else own) for x in gradients]
         if torch.is_grad_enabled():
             reduced = convert_together(self.axis, sources, targets, *wide)
-            landing: Landing = lambda: reduced  # noqa: E731
+            self.reduction = lambda: reduced
         else:
-            landing = begin_together(self.axis, sources, targets, *wide, is_async=not is_in_turn())
-        self.reduction = lambda: tuple(x.to(own) for x in landing())
+            self.reduction = begin_together(self.axis, sources, targets, *wide, is_async=not is_in_turn())
 
 
 class _Start(torch.autograd.Function):
@@ -126,13 +125,14 @@ class _Start(torch.autograd.Function):
         how = {"extents": bucket.extents, "is_async": not is_in_turn()}
         bucket.gather = begin_together(bucket.axis, sources, targets, *stored, **how)
         ctx.bucket = bucket
+        expect(ctx, stored)
         return stored[0].new_empty(0)
 
     @staticmethod
     def backward(ctx, *_):
         landing, ctx.bucket.reduction = ctx.bucket.reduction, None
         with peers_alive():
-            return None, *landing()
+            return None, *given_back(ctx, landing())
 
 
 class _Arrival(torch.autograd.Function):
@@ -142,9 +142,10 @@ class _Arrival(torch.autograd.Function):
     def forward(ctx, bucket, ticket):
         landing, bucket.gather = bucket.gather, None
         ctx.bucket = bucket
+        expect(ctx, bucket.stored)
         return tuple(x.detach() for x in landing())
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.bucket.begin_reduction(*gradients)
+        ctx.bucket.begin_reduction(*taken(ctx, gradients))
         return None, gradients[0].new_zeros(0)
