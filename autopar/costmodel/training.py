@@ -32,7 +32,11 @@ REDUCE_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 # Dtypes in which parameters can be computed beside the one in which they are stored.
-PARAM_DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+PARAM_DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
