@@ -35,7 +35,7 @@ from autopar.runtime.checks.given_call import check_not_parallel, checked_call, 
 from autopar.runtime.local_batch import LocalBatch, local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, all_here, check_same, of_first_rank, on_every_rank
-from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
+from autopar.runtime.sharded_module import ShardedModule, plan_at_once, shard_module
 from autopar.sbp.placement import Layout
 from autopar.sbp.proof.unknown_ops import UnknownOps, with_unknown_ops
 
@@ -184,16 +184,12 @@ def compile(
     mesh = all_here(mesh, _device_mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    parts, checks = _parts(mesh, batch, request, given, found), {"check": bool(check), "is_strict": check == "strict"}
-    training = request.training if given is None else staged_plan.made_for(given)[1]["training"]
+    parts = _parts(mesh, batch, request, given, found)
     planner = _Planner(mesh, found, request, given, isinstance(plan, Plan | StagedPlan) and not plan.is_from_file)
-    module = shard_module(model, mesh, planner, loss_fn, training.compute_dtype, parts=parts, outputs=outputs, **checks)
+    how = {"parts": parts, "outputs": outputs, "check": check}
+    module = shard_module(model, mesh, planner, loss_fn, planner.param_dtype, **how)
     if args is not None or kwargs is not None:
-        try:
-            module._autopar.prepare(module, *example, trains=True)
-        except BaseException:
-            unshard(module)
-            raise
+        plan_at_once(module, example)
     module._autopar.is_in_use = True
     return module
 
@@ -264,6 +260,11 @@ class _Planner:
     given: str | None  # JSON text of a plan made before
     is_own: bool  # the given plan was made by this run rather than read from a file
     peaks = staticmethod(rank_peaks)  # which every rank computes alike
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype in which plans compute, None for the model's own."""
+        return self.request.training.compute_dtype if self.given is None else staged_plan.param_dtype_in(self.given)
 
     def __call__(
         self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]

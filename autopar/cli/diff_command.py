@@ -2,18 +2,19 @@
 
 import argparse
 import json
+from functools import lru_cache
+
+import torch
 
 from autopar.answers.compare_plans import compare
 from autopar.answers.comparison_text import format_comparison
 from autopar.errors import AutoparError
-from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
-from autopar.ir.trace import trace
-from autopar.models.target import load_target
+from autopar.models.target import graph_of, load_target
 from autopar.planner.status import status
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import read
-from autopar.plans.staged_plan import StagedPlan, loads, mesh_in
+from autopar.plans.staged_plan import StagedPlan, loads, mesh_in, param_dtype_in
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
@@ -36,21 +37,18 @@ def _diff(options: argparse.Namespace) -> int:
         raise AutoparError(f"--model: expected the model of both plans, or of A and of B, found {len(options.model)}")
     with status() as tell:
         tell("trace")
-        graphs = [read_graph(target) for target in options.model]
-        tell("read")
-        before, after = read_plan(options.before, graphs[0]), read_plan(options.after, graphs[-1])
+        before, after = read_plan(options.before, options.model[0]), read_plan(options.after, options.model[-1])
     found = compare(before, after, (options.before, options.after))
     print(json.dumps(found.as_json(), indent=1) if options.json else format_comparison(found))
     return 0
 
 
-def read_graph(target: str) -> Graph:
-    """The traced model that `target` names."""
-    example = load_target(target)
-    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+@lru_cache(maxsize=2)
+def _graph(target: str, param_dtype: torch.dtype | None) -> Graph:
+    return graph_of(load_target(target), param_dtype)
 
 
-def read_plan(path: str, graph: Graph) -> Plan | StagedPlan:
-    """The plan of `graph` in a file, on its own mesh; PlanError if there is none."""
+def read_plan(path: str, target: str) -> Plan | StagedPlan:
+    """The plan of the model `target` in a file, on its own mesh; PlanError if there is none."""
     text = read(path)
-    return loads(text, graph, mesh_in(text))
+    return loads(text, _graph(target, param_dtype_in(text)), mesh_in(text))

@@ -17,11 +17,9 @@ from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import OPTIMIZER_STATE_BYTES
 from autopar.errors import InfeasibleError
-from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
-from autopar.ir.trace import trace
 from autopar.mesh import Devices, Mesh
-from autopar.models.target import load_target, sizes_of
+from autopar.models.target import graph_of, load_target, sizes_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
@@ -49,7 +47,7 @@ class FitTask:
     @property
     def graph(self) -> Graph:
         """The traced model."""
-        return _graph(self.target, self.sizes, self.dtype)
+        return _graph(self.target, self.sizes, self.dtype, self.request.training.compute_dtype)
 
     def plan(self, **changes: Any) -> AnyPlan:
         """The plan with other fields; InfeasibleError if none fits."""
@@ -103,7 +101,10 @@ def _sizes(task: FitTask) -> dict[str, int]:
 
 
 def _dtype(task: FitTask) -> str:
-    dtypes = {str(item.value.dtype).removeprefix("torch.") for item in task.graph.of_kind("parameter")}
+    dtypes = {
+        str(item.value.stored_dtype or item.value.dtype).removeprefix("torch.")
+        for item in task.graph.of_kind("parameter")
+    }
     return " and ".join(sorted(dtypes))
 
 
@@ -122,9 +123,11 @@ def _optimizers(task: FitTask) -> list[tuple[str, Callable[[], AnyPlan]]]:
 
 
 @lru_cache(maxsize=4)
-def _graph(target: str, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype | None) -> Graph:
+def _graph(
+    target: str, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype | None, param_dtype: torch.dtype | None
+) -> Graph:
     example = load_target(target, dtype, dict(sizes))
-    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+    return graph_of(example, param_dtype)
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:

@@ -26,15 +26,13 @@ from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.plan_source import source_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY
-from autopar.costmodel.training import REDUCE_DTYPES, Training
+from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES, Training
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
-from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
-from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
-from autopar.models.target import load_target
+from autopar.models.target import graph_of, load_target
 from autopar.page.write_page import can_write
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Watch
@@ -43,7 +41,7 @@ from autopar.planner.choose_devices import choose_devices
 from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import PlanRequest, training_in
 from autopar.planner.stages_by_hand import is_in_stages
 from autopar.planner.status import status
 from autopar.plans import staged_plan
@@ -191,6 +189,13 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)"
     )
+    _add_training(parser)
+    parser.add_argument(
+        "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning after tracing (default 30)"
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", help="the optimizer whose state counts as memory (default adamw)"
     )
@@ -201,7 +206,10 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
         help="the dtype in which gradients of parameters are summed over ranks (default: their own)",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning after tracing (default 30)"
+        "--param-dtype",
+        choices=PARAM_DTYPES,
+        default="",
+        help="the dtype in which the model computes, over parameters as they are, with sums in float32 by default",
     )
 
 
@@ -345,11 +353,12 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
 
 def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan | WrittenPlan:
     tell("trace")
-    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
     if options.plan:
         if options.hand:
             raise AutoparError(f"--plan {options.plan} and --hand {options.hand} are two plans; give one of them")
-        return staged_plan.loads(read(options.plan), graph, options.mesh)
+        text = read(options.plan)
+        return staged_plan.loads(text, graph_of(example, staged_plan.param_dtype_in(text)), options.mesh)
+    graph = graph_of(example, _training(options).compute_dtype)
     cluster = load_cluster(options.cluster)
     if options.hand:
         request = _request(options)
@@ -387,4 +396,5 @@ def _request(options: argparse.Namespace) -> PlanRequest:
 
 
 def _training(options: argparse.Namespace) -> Training:
-    return Training(options.optimizer, reduce_dtype=options.reduce_dtype)
+    dtypes = PARAM_DTYPES.get(options.param_dtype), REDUCE_DTYPES.get(options.reduce_dtype)
+    return training_in(*dtypes, options.optimizer)

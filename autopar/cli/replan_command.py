@@ -5,7 +5,7 @@ import json
 import re
 
 from autopar.answers.replan_text import format_replanned, replanned_json
-from autopar.cli.diff_command import read_graph, read_plan
+from autopar.cli.diff_command import read_plan
 from autopar.elastic.replan_plan import replan
 from autopar.errors import AutoparError
 from autopar.planner.status import status
@@ -37,7 +37,7 @@ def _replan(options: argparse.Namespace) -> int:
     lost = parse_ranks(options.lost)
     with status() as tell:
         tell("trace")
-        before = read_plan(options.plan, read_graph(options.model))
+        before = read_plan(options.plan, options.model)
         place = {"lost": lost, "cluster": options.cluster, "time_limit_s": options.time_limit}
         found = replan(before, options.mesh, **place, progress=tell)
     if options.save:

@@ -20,11 +20,9 @@ from autopar.cli.pictures import can_draw, draw_scaling
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
-from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
-from autopar.ir.trace import trace
 from autopar.mesh import Devices
-from autopar.models.target import NO_SIZES, load_target
+from autopar.models.target import NO_SIZES, graph_of, load_target
 from autopar.page.page_data import sweep_page
 from autopar.page.plan_view import PlanView, plan_view
 from autopar.page.write_page import can_write, write_page
@@ -108,7 +106,7 @@ def _graph(target: str, batch: int) -> Graph:
     if (target, batch) in _TRACED:
         return _TRACED[target, batch]
     example = load_target(target, sizes={"batch": batch} if batch else NO_SIZES)
-    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+    return graph_of(example)
 
 
 def _sweep(options: argparse.Namespace) -> int:

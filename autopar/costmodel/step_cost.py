@@ -168,8 +168,7 @@ def _conversion_costs(
         is_parameter, of_name = name in parameters, []
         for number, (each, saving) in enumerate(zip(of_value, found[name])):
             value = each.value
-            dtypes = value.dtype, value.sum_dtype, value.stored_dtype
-            ends = value.shape, dtypes, value.needs_grad, each.src, each.dst
+            ends = value.shape, value.dtypes, value.needs_grad, each.src, each.dst
             key = ends, each.is_regathered, saving, is_parameter, number == 0
             if key not in priced:
                 flags = {"is_parameter": is_parameter, "is_first": number == 0}

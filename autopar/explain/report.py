@@ -14,8 +14,9 @@ from autopar.costmodel.roofline import op_time
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import origin_of_figures
 from autopar.explain.group_rows import GroupRow, group_rows
+from autopar.explain.precision_text import Precision, precision_of
 from autopar.explain.stayed_whole import WholeRow, stayed_whole
-from autopar.ir.graph import Value, short_dtype
+from autopar.ir.graph import Value
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
@@ -101,6 +102,7 @@ class Report:
     cluster: str
     cluster_source: str
     optimizer: str
+    precision: Precision | None
     ops: tuple[OpRow, ...]
     inputs: tuple[InputRow, ...]
     totals: tuple[CollectiveRow, ...]
@@ -135,13 +137,16 @@ class Report:
 
 
 def report(plan: Plan) -> Report:
-    """The report of a plan; nothing is priced again but what each group of unequal devices takes."""
+    """The report of a plan; nothing is priced again but what each group of unequal devices takes, and sums in
+    another dtype.
+    """
     costs = plan.costs
     return Report(
         mesh=str(plan.mesh),
         cluster=plan.cluster.name,
         cluster_source=origin_of_figures(plan.cluster),
         optimizer=plan.training.described,
+        precision=precision_of(plan),
         ops=tuple(_op_rows(plan)),
         inputs=tuple(_input_rows(plan)),
         totals=_totals(plan),
@@ -174,10 +179,7 @@ def report(plan: Plan) -> Report:
         hand=dict(plan.hand),
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),
-        discovered={
-            name: "; ".join(map(str, found.signatures)) or f"whole: {found.why}"
-            for name, found in plan.discovered.items()
-        },
+        discovered=dict(_discovered(plan)),
         not_divided=tuple(_not_divided(plan)),
         uneven=tuple(_uneven(plan)),
         uneven_s=_uneven_s(plan),
@@ -185,6 +187,11 @@ def report(plan: Plan) -> Report:
         timings_s=dict(plan.timings),
         is_from_file=plan.is_from_file,
     )
+
+
+def _discovered(plan: Plan) -> Iterator[tuple[str, str]]:
+    for name, found in plan.discovered.items():
+        yield name, "; ".join(map(str, found.signatures)) or f"whole: {found.why}"
 
 
 def _op_rows(plan: Plan) -> Iterator[OpRow]:
@@ -217,7 +224,7 @@ def _input_rows(plan: Plan) -> Iterator[InputRow]:
             )
             layout += ", state on host" if name in plan.assignment.state_on_host else ""
             layout += ", in a bucket" if name in plan.assignment.parameter_buckets else ""
-            value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
+            value = str(item.value).partition(": ")[2]
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
 
 

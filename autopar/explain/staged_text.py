@@ -18,6 +18,7 @@ from autopar.explain.common_text import (
 )
 from autopar.explain.memory_over_time import Moment, memory_over_time
 from autopar.explain.memory_savings import MemorySaving, memory_savings
+from autopar.explain.precision_text import precision_lines, precision_of
 from autopar.explain.report import report
 from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
@@ -48,6 +49,7 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
         "mesh": str(plan.mesh),
         "cluster": plan.cluster.name,
         "optimizer": plan.training.described,
+        "precision": None if (precision := precision_of(plan)) is None else asdict(precision),
         "schedule": {
             "name": plan.schedule.name,
             "num_stages": plan.schedule.num_stages,
@@ -97,6 +99,7 @@ def _head(plan: StagedPlan) -> str:
                 " gradients and the optimizer take the rest."
             ),
             *on_host_lines(num_on_host, host_bytes),
+            *precision_lines(precision_of(plan)),
             *notes(plan),
         ]
     )

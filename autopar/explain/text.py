@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from autopar.explain.common_text import hand_table, on_host_lines, origin, step_line, table, timings_line, title, unfit
 from autopar.explain.group_rows import format_groups
+from autopar.explain.precision_text import precision_lines
 from autopar.explain.report import CollectiveRow, GatheredOutputs, InputRow, OpRow, Report
 from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
@@ -43,6 +44,7 @@ def _head(report: Report) -> str:
             *_of_own_tokens(report),
             step_line(report.step_s, finder, bound, is_from_file=report.is_from_file),
             *_gathered_outputs(report.gathered_outputs),
+            *precision_lines(report.precision),
             *report.notes,
             *on_host_lines(len(report.state_on_host), report.state_on_host_bytes),
         ]

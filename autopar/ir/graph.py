@@ -27,6 +27,11 @@ class Value:
     stored_dtype: torch.dtype | None = None
 
     @property
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Its own, that of sums of its gradient and that in which it is stored."""
+        return self.dtype, self.sum_dtype, self.stored_dtype
+
+    @property
     def stored_itemsize(self) -> int:
         """Bytes of an element as it is stored."""
         return (self.stored_dtype or self.dtype).itemsize

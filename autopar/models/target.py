@@ -12,6 +12,10 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.precision.mixed_precision import traced_in
+from autopar.ir.trace_with_loss import traced
 from autopar.models.catalogue import MODELS, Example, build_model
 from autopar.torch_compat import pytree
 
@@ -29,6 +33,11 @@ def load_target(spec: str, dtype: torch.dtype | None = None, sizes: Mapping[str,
         return example
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (example.args, dict(example.kwargs)))
     return Example(example.model.to(dtype), args, kwargs)
+
+
+def graph_of(example: Example, param_dtype: torch.dtype | None = None) -> Graph:
+    """The traced model of a target, computed in `param_dtype`."""
+    return traced_in(param_dtype, traced, skeleton(example.model), None, example.args, dict(example.kwargs))
 
 
 def sizes_of(spec: str) -> dict[str, int]:

@@ -81,6 +81,12 @@ def export(
     """
     if to not in ("torch", "hf"):
         raise ValueError(f"to={to!r}: expected 'torch' or 'hf'")
+    if plan.training.param_dtype:
+        raise PlanError(
+            f"the plan computes in {plan.training.param_dtype} over parameters of another dtype (param_dtype), which no"
+            " file is written for: export a plan made without it, and give each fully_shard of the file"
+            f" mp_policy=MixedPrecisionPolicy(param_dtype=torch.{plan.training.param_dtype})"
+        )
     exported = (export_hf if to == "hf" else export_torch)(plan, model, args, kwargs or {})
     write(path, exported.text)
     return exported

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.roofline import weight_gradients_s
@@ -163,6 +165,11 @@ def _saved(text: str) -> SavedAnyPlan:
 def mesh_in(text: str) -> Mesh:
     """The mesh of the plan in `text`; PlanError if there is none."""
     return _saved(text).mesh
+
+
+def param_dtype_in(text: str) -> torch.dtype | None:
+    """The dtype in which the plan in `text` computes; None: in the model's own. PlanError if there is none."""
+    return _saved(text).training.compute_dtype
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:

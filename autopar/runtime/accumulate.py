@@ -130,7 +130,7 @@ class OpenStep:
 
 
 def _given_to(result: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What autograd is given as the gradient of `result`: one of a wider dtype is in flight to what made it."""
+    """The gradient of `result` as autograd is given it: one of a wider dtype is in flight to what made it."""
     if gradient.dtype == result.dtype:
         return gradient
     Receiver(result.grad_fn, result.output_nr).put(lambda: (gradient,), 0, gradient.dtype)
@@ -161,10 +161,10 @@ def open_step(loaded: SplitSelf, num_microbatches: int = 0) -> OpenStep:
     results = loaded.gather(gathering)
     loaded.used.clear()
     loaded.used.update((name, result.detach().requires_grad_(result.requires_grad)) for name, result in results.items())
-    for one in (one for group in loaded.program.gather.results for one in group):
+    step = OpenStep(loaded, results, gathering.stored, num_microbatches)
+    for one in (one for group in step._groups() for one in group):
         if wide_of((result := results[one.name],)) is not None:  # what microbatches add is not rounded
             loaded.used[one.name].grad_dtype = one.value.sum_dtype or result.dtype
-    step = OpenStep(loaded, results, gathering.stored, num_microbatches)
     if num_microbatches and not is_in_turn():
         step.watch()
     return step

@@ -80,8 +80,7 @@ from autopar.runtime.sizes.number_kind import NumberKind
 from autopar.sbp.placement import Layout
 from autopar.torch_compat import pytree
 
-# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a
-# checkpoint.
+# A rank that is called with new shapes waits this long for the others: they may read data or write a checkpoint.
 LATER_WAIT_S = 300.0
 
 

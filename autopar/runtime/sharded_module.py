@@ -212,11 +212,10 @@ def shard_module(
     *,
     parts: LocalBatch | None = None,
     outputs: str = "whole",
-    check: bool = False,
-    is_strict: bool = False,
+    check: bool | str = False,
 ) -> ShardedModule:
     """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
-    then. `param_dtype`: in which it is computed, None for its own.
+    then. `param_dtype`: in which it is computed, None for its own; the others: as of `autopar.compile`.
     """
     handle_scalars_and_random_ops()
     cut_loaded_state()
@@ -240,7 +239,7 @@ def shard_module(
         param_dtype,
         parts,
         InputCheck(mesh, parts) if check else None,
-        is_strict,
+        check == "strict",
         gives_whole=outputs == "whole",
     )
     return sharded
@@ -253,6 +252,15 @@ def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
     sharded = type(original.__name__, (ShardedModule, original), members)
     sharded.__qualname__ = original.__qualname__
     return sharded
+
+
+def plan_at_once(module: ShardedModule, example: tuple[tuple, dict]) -> None:
+    """Plan and shard the module for a batch like `example`; if that fails it is what it was."""
+    try:
+        module._autopar.prepare(module, *example, trains=True)
+    except BaseException:
+        unshard(module)
+        raise
 
 
 def unshard(module: ShardedModule) -> None:

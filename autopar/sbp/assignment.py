@@ -358,18 +358,11 @@ def _bucket_key(conversion: Conversion, across_blocks: bool) -> tuple[Hashable, 
     value, place = conversion.value, conversion.in_bucket
     if place is not None and not conversion.is_bucketed:
         (step,) = redistribute(conversion.src, conversion.dst)
-        kind = value.dtype, value.sum_dtype, value.stored_dtype, value.needs_grad, place.num_bytes
+        kind = value.dtypes, value.needs_grad, place.num_bytes
         is_again = conversion.is_regathered and not conversion.is_prefetched
         return *kind, conversion.is_prefetched, step.axes, step.dst.kind, is_again, conversion.region
     if conversion.is_bucketed and conversion.latency_share < 1.0 and (across_blocks or place is not None):
-        return (
-            value.dtype,
-            value.sum_dtype,
-            value.stored_dtype,
-            conversion.src,
-            conversion.dst,
-            place and place.num_bytes,
-        )
+        return value.dtypes, conversion.src, conversion.dst, place and place.num_bytes
     return ()
 
 

@@ -100,13 +100,13 @@ class Receiver:
 
 
 def receivers(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
-    """What made `tensors`; () unless gradients may be in flight to each."""
+    """The results of nodes that `tensors` are; () unless gradients may be in flight to each."""
     found = tuple(Receiver(x.grad_fn, x.output_nr) for x in tensors)
     return found if all(hasattr(one.node, "in_flight") for one in found) else ()
 
 
 def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
-    """What made `tensors`; () unless each waits for what is in flight to it, or `in_turn`."""
+    """The `receivers` of `tensors`; () within `in_turn`, where none waits."""
     return () if _num_in_turn else receivers(tensors)
 
 
@@ -155,8 +155,8 @@ def taken(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ..
 
 
 def given_back(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What a node, of which `expect` was called, returns to autograd for `gradients`: those in a wider dtype go past
-    it, but where they are differentiated again, which are rounded.
+    """The `gradients` as a node, of which `expect` was called, returns them to autograd: those in a wider dtype go past
+    it; where they are differentiated again they are rounded.
     """
     if not ctx.receivers or gradients[0].dtype == ctx.dtype or torch.is_grad_enabled():
         return tuple(x.to(ctx.dtype) for x in gradients)

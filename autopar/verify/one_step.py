@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.api import compile as shard
 from autopar.costmodel.collective_time import issued_as
 from autopar.errors import AutoparError
+from autopar.ir.precision.mixed_precision import computed_in
 from autopar.mesh import Mesh
 from autopar.models.catalogue import Example
 from autopar.models.target import load_target
@@ -86,7 +87,7 @@ def verify(
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
         sharded, issued, sends, account = pickle.loads((Path(folder) / "result").read_bytes())
-    truth = train_step(_seeded(target, dtype))
+    truth = train_step(_seeded(target, dtype), plan.training.compute_dtype)
     planned, mesh = planned_collectives(plan)
     outcome = _with_sends(_judge(sharded, truth, planned, issued, mesh, tolerance), planned_sends(plan), sends)
     return replace(outcome, text=f"{outcome.text}\n\n{account}") if is_timed else outcome
@@ -239,13 +240,13 @@ def _seeded(target: str, dtype: torch.dtype | None) -> Example:
     return load_target(target, dtype)
 
 
-def train_step(example: Example) -> TrainingStep:
-    """The training step of `example` on one device."""
+def train_step(example: Example, param_dtype: torch.dtype | None = None) -> TrainingStep:
+    """The training step of `example` on one device, computed in `param_dtype`."""
     model = copy.deepcopy(example.model)
-    return _finish(model, backward(model, example))
+    return _finish(model, backward(computed_in(param_dtype, model), example))
 
 
-def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
+def backward(model: Callable[..., Any], example: Example) -> list[torch.Tensor]:
     """Run forward and backward of `example`; returns the outputs whose sum is the loss.
 
     These are the first scalar or, if there is none, all floating outputs. AutoparError if there is no floating output.

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 import autopar
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
-from autopar.ir.precision.mixed_precision import traced_in
+from autopar.ir.precision.mixed_precision import computed_in, traced_in
 from autopar.ir.trace_with_loss import traced
 from autopar.mesh import parse_mesh
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
@@ -92,21 +90,6 @@ def test_gradients_are_summed_in_float32_and_not_rounded(ranks4: Ranks, tmp_path
             assert torch.equal(found, torch.full((WIDTH, WIDTH), expected)), (found, report["code"])
 
 
-class Computed(nn.Module):
-    """The model with its parameters and floating inputs cast by hand, as FSDP2 does."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def cast(x: Any) -> Any:
-            return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-        parameters = {name: cast(p) for name, p in self.model.named_parameters()}
-        return functional_call(self.model, parameters, *tree_map(cast, (args, kwargs)))
-
-
 def steps_of(case: Sample, loss_of: Any, model: nn.Module, num_steps: int = 2) -> dict[str, Any]:
     """Gradients of the first step and the state after the last one, of AdamW over what is stored."""
     return _trained(case._replace(model=model), loss_of, lambda loss: None, num_steps)
@@ -115,7 +98,7 @@ def steps_of(case: Sample, loss_of: Any, model: nn.Module, num_steps: int = 2) -
 def beside_one_device(name: str, options: dict[str, Any], plans: list[Any]) -> list[dict[str, Any]]:
     """On each rank: float64 models computed in float32 under each plan, beside one device that casts by hand."""
     case = sample(name, **options)
-    computed = Computed(case.model, F32)
+    computed = computed_in(F32, case.model)
 
     def one_device() -> torch.Tensor:
         loss = loss_of(case._replace(model=computed))

@@ -35,6 +35,6 @@ def summed_in(graph: Graph, dtype: torch.dtype | None) -> Graph:
 
     def marked(value: Value) -> Value:
         is_summed = value.name in weights and value.needs_grad and value.dtype.is_floating_point
-        return replace(value, sum_dtype=dtype) if is_summed and value.dtype != dtype else value
+        return replace(value, sum_dtype=None if value.dtype == dtype else dtype) if is_summed else value
 
     return with_values(graph, marked)

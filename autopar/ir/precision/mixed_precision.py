@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Op, Slot, Value, short_dtype
@@ -57,6 +58,23 @@ def traced_in(
     if isinstance(made, SizedTrace):
         return replace(made, given=given, finish=lambda graph: finish(made.finish(graph)))
     return finish(made)
+
+
+def computed_in(dtype: torch.dtype | None, model: nn.Module) -> Callable[..., Any]:
+    """The function that calls `model` with its parameters and floating arguments cast, on one device; for None `model`
+    itself.
+    """
+    if dtype is None:
+        return model
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parameters = {name: p.to(dtype) if p.is_floating_point() else p for name, p in model.named_parameters()}
+        given = pytree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+        )
+        return functional_call(model, parameters, *given)
+
+    return call
 
 
 def _cast(

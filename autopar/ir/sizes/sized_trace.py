@@ -29,7 +29,10 @@ class SizedTrace:
     range: SizeRange
     autocast: Autocast | None
     finish: Callable[[Graph], Graph]
-    given: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = lambda *call: call
+    given: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (
+        args,
+        kwargs,
+    )
 
     @classmethod
     def of(
