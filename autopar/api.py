@@ -35,7 +35,7 @@ from autopar.runtime.checks.given_call import check_not_parallel, checked_call, 
 from autopar.runtime.local_batch import LocalBatch, local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, all_here, check_same, of_first_rank, on_every_rank
-from autopar.runtime.sharded_module import ShardedModule, plan_at_once, shard_module
+from autopar.runtime.sharded_module import ShardedModule, shard_module, unsharded_on_error
 from autopar.sbp.placement import Layout
 from autopar.sbp.proof.unknown_ops import UnknownOps, with_unknown_ops
 
@@ -189,7 +189,8 @@ def compile(
     how = {"parts": parts, "outputs": outputs, "check": check}
     module = shard_module(model, mesh, planner, loss_fn, planner.param_dtype, **how)
     if args is not None or kwargs is not None:
-        plan_at_once(module, example)
+        with unsharded_on_error(module):
+            module._autopar.prepare(module, *example, trains=True)
     module._autopar.is_in_use = True
     return module
 

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, cast
 
 import torch
@@ -254,10 +254,11 @@ def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
     return sharded
 
 
-def plan_at_once(module: ShardedModule, example: tuple[tuple, dict]) -> None:
-    """Plan and shard the module for a batch like `example`; if that fails it is what it was."""
+@contextmanager
+def unsharded_on_error(module: ShardedModule) -> Iterator[None]:
+    """A scope that plans the module; if it raises, the module is what it was."""
     try:
-        module._autopar.prepare(module, *example, trains=True)
+        yield
     except BaseException:
         unshard(module)
         raise

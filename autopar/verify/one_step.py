@@ -42,6 +42,9 @@ from autopar.verify.ledger import Account, Ledger
 # model, so float64 is not compared to its full precision.
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
+# Of a plan that computes in a lower dtype, as many times the difference that this dtype makes on one device are equal:
+# other orders of the same roundings.
+ROUNDINGS = 2.0
 # A gradient that is zero but for rounding is compared relative to this share of the largest gradient instead of to
 # itself. AdamW's epsilon is a share of the largest gradient too, so that rounding does not become a full step.
 FLOOR = 1e-4
@@ -87,7 +90,9 @@ def verify(
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
         sharded, issued, sends, account = pickle.loads((Path(folder) / "result").read_bytes())
-    truth = train_step(_seeded(target, dtype), plan.training.compute_dtype)
+    truth = train_step(_seeded(target, dtype), param_dtype := plan.training.compute_dtype)
+    if param_dtype is not None:
+        tolerance = max(tolerance, ROUNDINGS * _largest(truth, train_step(_seeded(target, dtype))))
     planned, mesh = planned_collectives(plan)
     outcome = _with_sends(_judge(sharded, truth, planned, issued, mesh, tolerance), planned_sends(plan), sends)
     return replace(outcome, text=f"{outcome.text}\n\n{account}") if is_timed else outcome
@@ -132,7 +137,7 @@ def _with_sends(outcome: Outcome, planned: Counter[Send], issued: Counter[Send])
 
 
 def _tolerance(plan: Plan | StagedPlan) -> float:
-    dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
+    dtypes = {item.value.stored_dtype or item.value.dtype for item in plan.graph.of_kind("parameter")}
     if not dtypes <= TOLERANCES.keys():
         names = ", ".join(sorted(map(str, dtypes)))
         raise AutoparError(
@@ -303,11 +308,7 @@ def _judge(
     mesh: Mesh,
     tolerance: float,
 ) -> Outcome:
-    rows = [
-        ("loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})),
-        ("gradients", *difference(sharded.gradients, truth.gradients)),
-        ("parameters and buffers after AdamW", *difference(sharded.state, truth.state)),
-    ]
+    rows = _differences(sharded, truth)
     close = all(largest <= tolerance for _, largest, _ in rows)
     counted, same = _compare(planned, issued, mesh)
     lines = [[what, f"{worst:.1e}", where] for what, worst, where in rows]
@@ -316,6 +317,19 @@ def _judge(
     return Outcome(
         close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued"
     )
+
+
+def _differences(sharded: TrainingStep, truth: TrainingStep) -> list[tuple[str, float, str]]:
+    """Of each part of a step its name, and its largest difference and where that is."""
+    return [
+        ("loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})),
+        ("gradients", *difference(sharded.gradients, truth.gradients)),
+        ("parameters and buffers after AdamW", *difference(sharded.state, truth.state)),
+    ]
+
+
+def _largest(sharded: TrainingStep, truth: TrainingStep) -> float:
+    return max(largest for _, largest, _ in _differences(sharded, truth))
 
 
 def difference(sharded: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
