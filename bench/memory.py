@@ -20,7 +20,8 @@ from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
-from autopar.ir.trace import trace
+from autopar.ir.precision.mixed_precision import traced_in
+from autopar.ir.trace_with_loss import traced
 from autopar.mesh import Mesh
 from autopar.peak_memory.predict import Peak, predict_peak
 from autopar.planner.budget import Budget
@@ -159,16 +160,18 @@ def sample_of(name: str) -> Sample:
     return Sample(case.model, case.args, case.kwargs, None)
 
 
-def training_of(kind: str) -> Training:
+def training_of(kind: str, param_dtype: str = "") -> Training:
     """AdamW; microbatches where the plan is named after them."""
-    return Training("adamw", 4) if kind == "4 microbatches" else Training()
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": "float32" if param_dtype else ""}
+    return Training("adamw", 4 if kind == "4 microbatches" else 1, **dtypes)
 
 
-def plan_called(name: str, kind: str) -> Plan:
-    """One of `KINDS`; the graph is that of a microbatch."""
-    training = training_of(kind)
+def plan_called(name: str, kind: str, param_dtype: str = "") -> Plan:
+    """One of `KINDS`, computed in `param_dtype`; the graph is that of a microbatch."""
+    training = training_of(kind, param_dtype)
     case = microbatch(build(name), 0, training.num_microbatches)
-    graph = trace(skeleton(case.model), case.args, case.kwargs)
+    given = skeleton(case.model), None, case.args, case.kwargs
+    graph = training.reduced(traced_in(training.compute_dtype, traced, *given))
     if kind == "searched":
         cluster = load_cluster("free-links")
         unlimited = make_plan(
@@ -227,9 +230,9 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
     return phases
 
 
-def measure(ranks: Ranks, name: str, kind: str) -> Row:
+def measure(ranks: Ranks, name: str, kind: str, param_dtype: str = "") -> Row:
     """One row of the table."""
-    plan = plan_called(name, kind)
+    plan = plan_called(name, kind, param_dtype)
     predicted = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training)
     measured = ranks.run(measure_on_rank, name, plan, timeout_s=120)
     return Row(name, kind, predicted, tuple(measured), plan.costs.total_memory_bytes)

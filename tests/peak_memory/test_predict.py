@@ -157,6 +157,15 @@ def test_a_prediction_is_what_ranks_measure(ranks4: Ranks, name: str, kind: str)
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "ddp"), ("gpt2", "zero3"), ("llama", "4 microbatches")])
+def test_a_prediction_in_bfloat16_over_float32_is_what_ranks_measure(ranks4: Ranks, name: str, kind: str):
+    row, stored = measure(ranks4, name, kind, "bfloat16"), measure(ranks4, name, kind)
+    assert abs(row.error) < TOLERANCE, (row.predicted, row.measured)
+    assert row.predicted.phase in row.measured[0]
+    assert row.measured_bytes < stored.measured_bytes
+
+
+@pytest.mark.multirank
 @pytest.mark.parametrize("name", ["mlp", "llama"])
 def test_what_is_gathered_ahead_counts(ranks4: Ranks, name: str):
     plan = plan_called(name, "zero3")
