@@ -128,7 +128,9 @@ def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
     peak = total if report.peak_bytes is None else report.peak_bytes
     most = total if report.is_from_file else peak
-    lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("total", total))]
+    # at the op with the largest transient, gradients of what its backward has not reached yet are not there
+    sizes = {kind if size >= 0 else f"{kind}, less later gradients": size for kind, size in report.memory_bytes.items()}
+    lines = [[kind, format_bytes(size)] for kind, size in (*sizes.items(), ("total", total))]
     claim = origin(is_from_file=report.is_from_file)
     lines += [] if peak == total else [[f"peak, in a dry run of the program{claim}", format_bytes(peak)]]
     limit = (
