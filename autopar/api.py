@@ -26,7 +26,7 @@ from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Progress
 from autopar.planner.choose import choose_plan
 from autopar.planner.choose_devices import choose_devices
-from autopar.planner.request import ANYTHING, PlanRequest, check_shares, request_of
+from autopar.planner.request import ANYTHING, FORWARD_ALONE, PlanRequest, check_shares, request_of
 from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
@@ -67,11 +67,11 @@ def plan(
     shares: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
+    trains: bool = True,
 ) -> Plan | StagedPlan:
     """The fastest plan found for `model`, called with these global arguments, on `mesh`.
 
-    Needs no process group, and no memory for a model on the meta device. AutoparError if there is no plan; it says what
-    to change.
+    Needs no process group, and no memory for a model on the meta device. AutoparError says what to change.
 
     `args`, `kwargs`: an example batch as the model is called with it; its shapes are global, tensors may be meta.
     `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to
@@ -94,6 +94,7 @@ def plan(
         (24, 8)}. Means, losses and batch statistics stay those of the whole batch.
     `loss_fn`: called with the model's output and the target, which is then the last of `args`.
     `time_limit_s`: seconds for planning after tracing, by default 30.
+    `trains`: False for inference: a call without gradients, nothing saved for backward, no optimizer and no stages.
     """
     args, kwargs = checked_call(model, args, kwargs)
     check_given_model(model)
@@ -102,7 +103,7 @@ def plan(
     dtypes = param_dtype, reduce_dtype
     request = request_of(
         pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, dtypes, unknown_ops, shares
-    )
+    ).trained(trains)
     graph = traced_in(request.training.compute_dtype, traced, skeleton(model), loss_fn, args, kwargs)
     check_shares(request, graph)
     with _telling(graph, planar, request) as progress:
@@ -131,6 +132,7 @@ def compile(
     outputs: Literal["whole", "sharded"] = "whole",
     check: bool | Literal["strict"] = True,
     logical_ranks: int | None = None,
+    trains: bool = True,
 ) -> ShardedModule:
     """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
 
@@ -139,9 +141,7 @@ def compile(
 
     The object and the names of its parameters stay, its parameters become DTensors. Optimizers and averages are made
     afterwards: what was a parameter before raises AutoparError at its next use. A copy.deepcopy keeps the model.
-
-    It is planned at once if example `args`/`kwargs` (the global batch) are given, else at its first call. AutoparError
-    says what to change.
+    It is planned at once if example `args`/`kwargs` (the global batch) are given, else at its first call.
 
     `mesh`: as in `autopar.plan`; a mesh that is left open needs `plan` or example arguments, which decide it.
     `cluster`: a preset's name, a JSON file or a Cluster; by default these hosts as they were calibrated, or are now, in
@@ -164,6 +164,7 @@ def compile(
         off, also the first rank's values. docs/checks.md says what it costs.
     `logical_ranks`: train as on so many ranks of data parallelism, with the same bits on that number of ranks or fewer:
         nothing is planned, parameters are whole, and `train_step` is given the whole batch (docs/howto/elastic.md).
+    `trains`: False for inference: calls record no gradients, as with a `plan` made so (docs/howto/inference.md).
     All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
         without stages.
     """
@@ -173,7 +174,7 @@ def compile(
     dtypes = param_dtype, reduce_dtype
     request = request_of(
         pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, dtypes, unknown_ops, shares
-    )
+    ).trained(trains)
     _check_options(plan, request, cluster, outputs, check)
     if logical_ranks is not None:
         return _on_logical_ranks(model, mesh, logical_ranks, loss_fn, plan is None and request == ANYTHING, batch)
@@ -184,13 +185,13 @@ def compile(
     mesh = all_here(mesh, _device_mesh)
     found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    parts = _parts(mesh, batch, request, given, found)
     planner = _Planner(mesh, found, request, given, isinstance(plan, Plan | StagedPlan) and not plan.is_from_file)
-    how = {"parts": parts, "outputs": outputs, "check": check}
+    how = {"parts": _parts(mesh, batch, request, given, found), "outputs": outputs, "check": check}
     module = shard_module(model, mesh, planner, loss_fn, planner.param_dtype, **how)
+    module._autopar.trains = planner.trains
     if args is not None or kwargs is not None:
         with unsharded_on_error(module):
-            module._autopar.prepare(module, *example, trains=True)
+            module._autopar.prepare(module, *example, trains=planner.trains)
     module._autopar.is_in_use = True
     return module
 
@@ -234,7 +235,7 @@ def _parts(
 
 
 def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, outputs: Any, check: Any) -> None:
-    if plan is not None and (request != ANYTHING or cluster is not None):
+    if plan is not None and (request not in (ANYTHING, FORWARD_ALONE) or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
             " num_microbatches=, schedule=, param_dtype=, reduce_dtype=, unknown_ops=, shares=): give either the plan"
@@ -250,10 +251,7 @@ def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, 
 
 @dataclass
 class _Planner:
-    """A planner that runs on the mesh's first rank and gives every rank the same plan, or the same error.
-
-    One of `cluster` and `given` is None.
-    """
+    """A planner that runs on the first rank and gives all the same plan, or error. `cluster` or `given` is None."""
 
     mesh: DeviceMesh
     cluster: Cluster | None
@@ -266,6 +264,12 @@ class _Planner:
     def param_dtype(self) -> torch.dtype | None:
         """The dtype in which plans compute, None for the model's own."""
         return self.request.training.compute_dtype if self.given is None else staged_plan.param_dtype_in(self.given)
+
+    @property
+    def trains(self) -> bool:
+        """Whether neither the options nor the given plan are of inference."""
+        asked = {} if self.given is None else staged_plan.made_for(self.given)[1]
+        return self.request.training.trains and asked.get("training", self.request.training).trains
 
     def __call__(
         self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]

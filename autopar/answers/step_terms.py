@@ -28,7 +28,8 @@ def step_terms(plan: AnyPlan) -> dict[str, float]:
     once a step; what is left of the schedule is "bubble and sends", the waiting for other stages.
     """
     if isinstance(plan, Plan):
-        return _terms(plan, plan.costs.num_issued) | ({HIDDEN: -plan.costs.hidden_s} if plan.costs.hidden_s else {})
+        terms = _terms(plan, plan.costs.num_issued) | ({HIDDEN: -plan.costs.hidden_s} if plan.costs.hidden_s else {})
+        return {name: seconds for name, seconds in terms.items() if seconds or plan.training.trains}
     ranks = [[plan.stages[stage] for stage in plan.schedule.stages_of(n)] for n in range(plan.schedule.num_ranks)]
     busiest = max(ranks, key=lambda stages: sum(map(_scheduled_s, stages)))
     slowest = max(ranks, key=lambda stages: sum(stage.costs.once_s for stage in stages))

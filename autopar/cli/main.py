@@ -17,6 +17,7 @@ from autopar.cli.diff_command import add_diff
 from autopar.cli.export_command import add_export, export_file
 from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.hand_option import plan_by_hand, staged_by_hand, written_json, written_text
+from autopar.cli.inference_options import add_inference, check_kind, example_of, training_of
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
 from autopar.cli.page_option import write_plan_page
 from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
@@ -26,7 +27,7 @@ from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.plan_source import source_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY
-from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES, Training
+from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.graph import Graph
@@ -41,7 +42,7 @@ from autopar.planner.choose_devices import choose_devices
 from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
-from autopar.planner.request import PlanRequest, training_in
+from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import is_in_stages
 from autopar.planner.status import status
 from autopar.plans import staged_plan
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help="plan a model, without running it, and say what the plan does and costs"
     )
     _add_planning(explain, default_cluster=None)
+    add_inference(explain)
     _add_output(explain)
     add_questions(explain)
     explain.set_defaults(run=_explain)
@@ -243,7 +245,7 @@ def _explain(options: argparse.Namespace) -> int:
         can_write(options.html, "--html")
     with status() as tell, giving_up() if is_asked else nullcontext():
         tell("load")
-        example = load_target(options.target)
+        example = example_of(options)
         written = _planned(options, example, tell)
         plan = written.plan if isinstance(written, WrittenPlan) else written
         asked = answers_to(options, _asked(options, plan, tell), example.model) if is_asked else ()
@@ -357,8 +359,10 @@ def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan 
         if options.hand:
             raise AutoparError(f"--plan {options.plan} and --hand {options.hand} are two plans; give one of them")
         text = read(options.plan)
-        return staged_plan.loads(text, graph_of(example, staged_plan.param_dtype_in(text)), options.mesh)
-    graph = graph_of(example, _training(options).compute_dtype)
+        plan = staged_plan.loads(text, graph_of(example, staged_plan.param_dtype_in(text)), options.mesh)
+        check_kind(plan, options)
+        return plan
+    graph = graph_of(example, training_of(options).compute_dtype)
     cluster = load_cluster(options.cluster)
     if options.hand:
         request = _request(options)
@@ -388,13 +392,8 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     return PlanRequest(
         pins=dict(parse_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
-        training=_training(options),
+        training=training_of(options),
         num_microbatches=options.microbatches,
         schedule=options.schedule,
         time_limit_s=options.time_limit,
     )
-
-
-def _training(options: argparse.Namespace) -> Training:
-    dtypes = PARAM_DTYPES.get(options.param_dtype), REDUCE_DTYPES.get(options.reduce_dtype)
-    return training_in(*dtypes, options.optimizer)

@@ -27,7 +27,7 @@ from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.ir.graph import Graph, Op, Slot, Use, Value
 from autopar.ir.op_facts import is_random
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions, without_prefetch
+from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions, wanted_layout, without_prefetch
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import I, Layout
 from autopar.sbp.redistribute import LayoutStep, live_axes, redistribute
@@ -267,7 +267,8 @@ class _Lowering:
     def output(self, index: int, value: Any) -> tuple[Any, Layout]:
         if not isinstance(value, Value):
             return value, ()
-        return Variable(self.read(value, Use("output", index))), self.assignment.outputs[value.name]
+        use = Use("output", index)
+        return Variable(self.read(value, use)), wanted_layout(self.graph, self.assignment, use)
 
 
 def _number_of(regions: tuple[tuple[str, ...], ...]) -> Callable[[Op], int]:

@@ -1,11 +1,12 @@
 """`Training`: the optimizer of a step, and its microbatches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.ir.graph import Graph
+from autopar.ir.inference.for_inference import for_inference
 from autopar.ir.passes.sum_dtype import summed_in
 
 # Bytes of state for each element, in float32 as mixed-precision training has it. "-master": with a float32 copy of each
@@ -48,7 +49,9 @@ class Training:
     gradients of parameters are summed over ranks; "": their own. `param_dtype`: name of that in which parameters and
     inputs are computed, other than they are stored in (`ir.precision`); "": in their own. `in_stages`: whether other
     ranks run other stages, and parameters are gathered before all microbatches and reduced with the last of them, even
-    of a single one. ValueError for an unknown optimizer or dtype, or a count below 1.
+    of a single one. `trains`: False of inference, a forward alone, which has no gradients, no update and one
+    microbatch. ValueError for an unknown optimizer or dtype, a count below 1, or an optimizer or microbatches of
+    inference.
     """
 
     optimizer: str = "adamw"
@@ -58,6 +61,7 @@ class Training:
     reduce_dtype: str = ""
     in_stages: bool = False
     param_dtype: str = ""
+    trains: bool = True
 
     def __post_init__(self) -> None:
         for name, known in (("reduce_dtype", REDUCE_DTYPES), ("param_dtype", PARAM_DTYPES)):
@@ -74,6 +78,9 @@ class Training:
                 f" {self.num_in_flight} in flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
             )
 
+        if not self.trains and replace(self, trains=True, param_dtype="") != Training("none"):
+            raise ValueError(f"training: inference has no optimizer, sums of gradients or microbatches, found {self}")
+
     def staged(
         self, num_microbatches: int, num_ranks: int, *, num_in_flight: int = 1, num_waiting: int = 0
     ) -> "Training":
@@ -85,7 +92,7 @@ class Training:
     @property
     def of_one_pass(self) -> "Training":
         """The step with the whole batch in one pass, without stages."""
-        return Training(self.optimizer, reduce_dtype=self.reduce_dtype, param_dtype=self.param_dtype)
+        return replace(self, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
 
     @property
     def is_split(self) -> bool:
@@ -95,9 +102,10 @@ class Training:
     @property
     def described(self) -> str:
         """The optimizer, and the dtypes of parameters and of sums where they were chosen."""
+        optimizer = self.optimizer if self.trains else "none (inference)"
         computed = f"computed in {self.param_dtype}" * bool(self.param_dtype)
         summed = f"gradients summed in {self.reduce_dtype}" * bool(self.reduce_dtype)
-        return ", ".join(filter(None, (self.optimizer, computed, summed)))
+        return ", ".join(filter(None, (optimizer, computed, summed)))
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -110,8 +118,8 @@ class Training:
         return REDUCE_DTYPES.get(self.reduce_dtype)
 
     def reduced(self, graph: Graph) -> Graph:
-        """`graph` with the gradients of its parameters summed in `reduce_dtype`."""
-        return summed_in(graph, self.sum_dtype)
+        """`graph` with the gradients of its parameters summed in `reduce_dtype`; of inference without gradients."""
+        return summed_in(graph, self.sum_dtype) if self.trains else graph.once(for_inference)
 
     @property
     def state_bytes(self) -> int:
@@ -121,3 +129,5 @@ class Training:
 
 # AdamW, with the batch in one pass.
 WHOLE_BATCH = Training()
+# A forward alone.
+INFERENCE = Training("none", trains=False)

@@ -16,7 +16,6 @@ from autopar.explain.common_text import origin_of_figures
 from autopar.explain.group_rows import GroupRow, group_rows
 from autopar.explain.precision_text import Precision, precision_of
 from autopar.explain.stayed_whole import WholeRow, stayed_whole
-from autopar.ir.graph import Value
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
@@ -103,6 +102,7 @@ class Report:
     cluster_source: str
     optimizer: str
     precision: Precision | None
+    trains: bool
     ops: tuple[OpRow, ...]
     inputs: tuple[InputRow, ...]
     totals: tuple[CollectiveRow, ...]
@@ -147,27 +147,16 @@ def report(plan: Plan) -> Report:
         cluster_source=origin_of_figures(plan.cluster),
         optimizer=plan.training.described,
         precision=precision_of(plan),
+        trains=plan.training.trains,
         ops=tuple(_op_rows(plan)),
         inputs=tuple(_input_rows(plan)),
         totals=_totals(plan),
-        memory_bytes=dict(costs.memory_bytes),
+        memory_bytes=_of_the_kind(costs.memory_bytes, plan),
         memory_limit_bytes=None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
         peak_bytes=max(plan.peak_bytes, default=None),
         state_on_host=tuple(item.fqn for item in plan.graph.inputs if item.value.name in plan.assignment.state_on_host),
         state_on_host_bytes=costs.state_on_host_bytes,
-        time_s={
-            "compute forward": costs.compute_forward_s,
-            "compute backward": costs.compute_backward_s,
-            "communication forward": costs.communication_s("forward"),
-            "communication backward": costs.communication_s("backward"),
-            **({"hidden behind compute": -costs.hidden_s} if costs.hidden_s else {}),
-            "optimizer": costs.optimizer_s,
-            **{
-                f"exposed host transfers, {phase}": seconds
-                for phase, seconds in costs.waiting_s.items()
-                if costs.moved_bytes or seconds
-            },
-        },
+        time_s=_of_the_kind(_times(costs), plan),
         gathered_outputs=_gathered_outputs(plan),
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
@@ -192,6 +181,27 @@ def report(plan: Plan) -> Report:
 def _discovered(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, found in plan.discovered.items():
         yield name, "; ".join(map(str, found.signatures)) or f"whole: {found.why}"
+
+
+def _times(costs: Costs) -> dict[str, float]:
+    return {
+        "compute forward": costs.compute_forward_s,
+        "compute backward": costs.compute_backward_s,
+        "communication forward": costs.communication_s("forward"),
+        "communication backward": costs.communication_s("backward"),
+        **({"hidden behind compute": -costs.hidden_s} if costs.hidden_s else {}),
+        "optimizer": costs.optimizer_s,
+        **{
+            f"exposed host transfers, {phase}": seconds
+            for phase, seconds in costs.waiting_s.items()
+            if costs.moved_bytes or seconds
+        },
+    }
+
+
+def _of_the_kind(terms: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """`terms`, in inference without those of training, of which nothing is there."""
+    return {name: size for name, size in terms.items() if size or plan.training.trains}
 
 
 def _op_rows(plan: Plan) -> Iterator[OpRow]:
@@ -273,7 +283,7 @@ def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
 
 def _gathered_outputs(plan: Plan) -> GatheredOutputs:
     whole, outputs = (I,) * plan.mesh.ndim, plan.assignment.outputs
-    split = [x for x in plan.graph.outputs if isinstance(x, Value) and outputs[x.name] != whole]
+    split = [x for x in plan.graph.placed_outputs if outputs[x.name] != whole]
     times = (conversion_times(x, (outputs[x.name],), (whole,), plan.mesh.shape, plan.cluster) for x in split)
     return GatheredOutputs(len(split), sum(x.num_bytes for x in split), sum(float(time.item()) for time in times))
 

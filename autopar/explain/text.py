@@ -37,13 +37,11 @@ def _head(report: Report) -> str:
     return "\n".join(
         [
             title(report.mesh, report.cluster, report.cluster_source, report.optimizer),
-            (
-                "Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a"
-                " pending sum."
-            ),
+            "Placements by mesh axis: S(d) split along dim d, P pending sum, B whole"
+            + (", B* whole with its gradient a pending sum." if report.trains else "."),
             *_of_own_tokens(report),
             step_line(report.step_s, finder, bound, is_from_file=report.is_from_file),
-            *_gathered_outputs(report.gathered_outputs),
+            *_gathered_outputs(report.gathered_outputs, trains=report.trains),
             *precision_lines(report.precision),
             *report.notes,
             *on_host_lines(len(report.state_on_host), report.state_on_host_bytes),
@@ -58,12 +56,13 @@ def _of_own_tokens(report: Report) -> Iterator[str]:
         yield "E(d): the rows of each device's own experts, sent to it by all devices."
 
 
-def _gathered_outputs(gathered: GatheredOutputs) -> Iterator[str]:
+def _gathered_outputs(gathered: GatheredOutputs, *, trains: bool) -> Iterator[str]:
     if gathered.count:
         each = f"{gathered.count} split outputs" if gathered.count > 1 else "a split output"
         yield (
             f"A call of model(...) gathers {each}, {format_bytes(gathered.num_bytes)} on every device in"
-            f' {format_seconds(gathered.time_s)}; train_step does not, nor does outputs="sharded".'
+            f" {format_seconds(gathered.time_s)}; {'train_step does not, nor does ' if trains else 'not so with '}"
+            'outputs="sharded".'
         )
 
 

@@ -147,6 +147,8 @@ class Graph(_Unchanging):
     `argument_spec` and `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each
     flat leaf of the call the name of its Input, or the constant that the graph has in its place. `batch_extents`: of a
     stage, whose arguments do not tell, the sizes of dims that the batch is a part of (`uneven_extents.batch_extents`).
+    `carried`: of inference, pairs of an output's number and the argument in whose place the next call is given it, as a
+    key-value cache (`inference.carried`); it lies as that argument does.
     """
 
     inputs: tuple[Input, ...]
@@ -159,6 +161,7 @@ class Graph(_Unchanging):
     argument_spec: Any
     output_spec: Any
     batch_extents: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    carried: tuple[tuple[int, str], ...] = ()
 
     @cached_property
     def position(self) -> Mapping[str, int]:
@@ -167,6 +170,13 @@ class Graph(_Unchanging):
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)
+
+    @cached_property
+    def placed_outputs(self) -> tuple[Value, ...]:
+        """The values of the outputs whose layouts a plan chooses, in order: all but those that are carried."""
+        carried = dict(self.carried)
+        values = (x for i, x in enumerate(self.outputs) if isinstance(x, Value) and i not in carried)
+        return tuple({value.name: value for value in values}.values())
 
     @cached_property
     def uses(self) -> Mapping[str, tuple[Use, ...]]:

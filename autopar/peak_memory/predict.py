@@ -11,7 +11,7 @@ from autopar.codegen.lower import lower
 from autopar.codegen.program import Program
 from autopar.costmodel.activations.count_storages import RunOp, count_storages
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.memory import input_bytes
+from autopar.costmodel.memory import input_bytes, local_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Input, Value
 from autopar.mesh import Mesh
@@ -85,8 +85,9 @@ def predict_peak(
     """The peak of the first rank in a step, run without peers on a device of a cluster or type (`Rank.of`).
 
     `graph`: of one microbatch; the received values of a stage are arguments with a gradient. `actions`: of this stage,
-    in order; by default one microbatch after the other. The batch is counted whole, as plain tensors are given. Outputs
-    without gradient are dropped. Only a few copies of a repeat are run (`run_phases`), all of them if `is_whole`.
+    in order; by default one microbatch after the other. The batch is counted whole, as plain tensors are given, but of
+    what is carried from call to call the rank's part. Outputs without gradient are dropped. Only a few copies of a
+    repeat are run (`run_phases`), all of them if `is_whole`.
     """
     is_split, device_type = (
         training.num_microbatches > 1 or actions is not None,
@@ -96,8 +97,11 @@ def predict_peak(
         actions = [Action(kind, 0, number) for number in range(training.num_microbatches) for kind in "FB"]
     arguments = graph.of_kind("argument")
     received = {item.value.name for item in arguments if item.value.needs_grad}
-    batch = (
-        sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
+    carried = {name: assignment.layouts[name] for _, name in graph.carried}
+    given = (item.value for item in arguments if item.value.name not in received)
+    batch = sum(
+        local_bytes(x.shape, x.dtype.itemsize, carried.get(x.name, ()), mesh.shape) * training.num_microbatches
+        for x in given
     )
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:

@@ -105,6 +105,11 @@ def _ways(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanReq
     only if memory binds. On an open mesh stages come first. A graph without ops has no stages.
     """
     has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
+    if has_stages and not request.training.trains:
+        raise AutoparError(
+            f"mesh {mesh} has a pipeline axis: inference (trains=False) is planned without stages; take a mesh without"
+            f" {PIPELINE}"
+        )
     if has_stages and not request.trains:
         raise AutoparError(
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"

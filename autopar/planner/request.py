@@ -9,7 +9,7 @@ import torch
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES, WHOLE_BATCH, Training
+from autopar.costmodel.training import INFERENCE, PARAM_DTYPES, REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.mesh import SHARING, Devices, Mesh
@@ -30,8 +30,9 @@ class PlanRequest:
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
     `shares`: the rows of the batch of each rank of the axis of that name, or "" for the first that can have them; () if
     all get as many. `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether
-    `train_step` runs the plan; otherwise it has one stage and one microbatch. `unknown_ops`: whether ops without a rule
-    are run on samples. `outputs`: output of the graph -> layout; all others lie as is fastest.
+    `train_step` runs the plan; otherwise, and in inference (`training`), it has one stage and one microbatch.
+    `unknown_ops`: whether ops without a rule are run on samples. `outputs`: output of the graph -> layout; all others
+    lie as is fastest.
 
     Of a stage: `crossing`: boundary tensor -> layout; `given`: choices that its plan has whatever the search chooses.
     """
@@ -50,6 +51,15 @@ class PlanRequest:
     outputs: Mapping[str, Layout] = field(default_factory=dict)
     crossing: Mapping[str, Layout] = field(default_factory=dict)
     given: Assignment = NO_CHOICES
+
+    def __post_init__(self) -> None:
+        if self.trains and not self.training.trains:
+            object.__setattr__(self, "trains", False)
+        if not self.training.trains and not self.is_open:
+            raise AutoparError(
+                f"num_microbatches={self.num_microbatches}, schedule={self.schedule}: inference (trains=False) runs a"
+                " call as a whole, for nothing is kept from one part of the batch to the next; leave them out"
+            )
 
     @property
     def is_open(self) -> bool:
@@ -82,6 +92,17 @@ class PlanRequest:
             )
         return replace(mesh, shares=((axis, rows),))
 
+    def trained(self, trains: bool) -> "PlanRequest":
+        """The request, of inference unless it `trains`; AutoparError if inference is asked for sums of gradients."""
+        if trains:
+            return self
+        if self.training.reduce_dtype and not self.training.param_dtype:
+            raise AutoparError(
+                f"reduce_dtype=torch.{self.training.reduce_dtype}: inference (trains=False) has no gradients; leave it"
+                " out"
+            )
+        return replace(self, training=replace(INFERENCE, param_dtype=self.training.param_dtype))
+
     @property
     def limit_bytes(self) -> float:
         """`memory_limit_bytes`, of a request that was made `on` a cluster."""
@@ -105,6 +126,7 @@ class PlanRequest:
 
 
 ANYTHING = PlanRequest()
+FORWARD_ALONE = PlanRequest(training=INFERENCE)
 
 
 def request_of(

@@ -39,6 +39,7 @@ class Choices:
 
     @classmethod
     def _checked(cls, known: Plan, graph: Graph, assignment: Assignment) -> "Choices":
+        graph = known.training.reduced(graph)
         check_names(assignment, graph)
         folded = as_planned(fold(graph), graph, assignment)
         candidates = annotate(graph, known.mesh, folded, near=assignment.strategies)

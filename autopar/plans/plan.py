@@ -109,7 +109,8 @@ class Plan(BasePlan):
     @classmethod
     def of_saved(cls, saved: "SavedPlan | Plan", graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
         """The plan with the choices of `saved`; PlanError if they are invalid for this graph and mesh."""
-        mesh, graph = serialise.check_belongs(saved, graph, mesh), saved.training.reduced(graph)
+        graph = saved.training.reduced(graph)
+        mesh = serialise.check_belongs(saved, graph, mesh)
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)

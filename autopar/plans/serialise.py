@@ -26,7 +26,7 @@ from autopar.schedule.orders import Schedule
 Result = TypeVar("Result")
 Plans = TypeVar("Plans", bound="SavedAnyPlan")
 
-FORMAT = 6
+FORMAT = 8
 _MOST_TOLD = 500  # characters of an error about a text, which may quote it
 AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 

@@ -127,7 +127,8 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _of_saved(saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> StagedPlan:
-    mesh, graph = serialise.check_belongs(saved, graph, mesh), saved.training.reduced(graph)
+    graph = saved.training.reduced(graph)
+    mesh = serialise.check_belongs(saved, graph, mesh)
     _check_ranks(saved.schedule, mesh)
     check_stages(saved)
     cut_graphs = stage_graphs(graph, saved.starts, saved.schedule.num_microbatches)[1]

@@ -143,9 +143,9 @@ def output_layouts(
     Without `is_whole` only those of rows.
     """
     rows = {} if parts is None else rows_of(graph)
-    layouts = {}
+    layouts, carried = {}, dict(graph.carried)
     for i, value in enumerate(graph.outputs):
-        if isinstance(value, Value) and value.shape:
+        if isinstance(value, Value) and value.shape and i not in carried:
             if parts is not None and i in rows:
                 layouts[value.name] = parts.layout(axis_names, rows[i], value.shape[rows[i]])
             elif is_whole:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, warn
 from autopar.ir.autocast import without_autocast
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
+from autopar.ir.inference.for_inference import for_inference
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
@@ -100,6 +101,7 @@ class Runtime:
     is_strict: bool = False  # weights must be equal on all ranks; otherwise the first rank's are taken
     is_in_use: bool = False  # somebody may hold the parameters
     shares: Shares = ()  # of the batch, if they were changed since it was planned
+    trains: bool = True  # otherwise calls record no gradients
     gives_whole: bool = True  # outputs of a call; otherwise those that lie split are DTensors
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # like what only other ranks hold, by FQN
     num_copies: int = 0
@@ -139,9 +141,7 @@ class Runtime:
         return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
-        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
-        puts it there.
-        """
+        """`names`, by default this rank's parameters whose optimizer state the plan has on the host, to be put so."""
         self.offloaded |= self._state_on_host() if names is None else frozenset(names)
         return self.offloaded
 
@@ -159,11 +159,8 @@ class Runtime:
     @torch.compiler.disable
     def _remind(self, module: nn.Module) -> None:
         """Say once, in the second step of training, that the optimizer's state is not where the plan has it."""
-        if (
-            not (module.training and torch.is_grad_enabled())
-            or self.num_trained > 1
-            or self._state_on_host() <= self.offloaded
-        ):
+        is_trained = module.training and torch.is_grad_enabled()
+        if not is_trained or self.num_trained > 1 or self._state_on_host() <= self.offloaded:
             return
         self.num_trained += 1
         if self.num_trained > 1:
@@ -241,6 +238,8 @@ class Runtime:
         is_new = self._notice_changes(module)
         call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
         key = (*mode, self.changes.generation, trains)
+        if not self.trains and key not in self.loaded and (known := self.kinds.get(up_to_sizes(key))) is not None:
+            known.recall(key, (args, kwargs), self.loaded, self.trials)
         if key not in self.loaded or ((over := self.trials.get(key)) is not None and over.is_over()):
             start_s, over = time.perf_counter(), self.trials.get(key)
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
@@ -279,8 +278,7 @@ class Runtime:
     def _notice_changes(self, module: nn.Module) -> bool:
         """Whether the module was changed since the last call; programs that no state of it needs are forgotten then."""
         self.replaced.check()
-        # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
-        cut = self._cut()
+        cut = self._cut()  # of the ranks, each sees its own tensors: the others are told by the step they wait in
         with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
             is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
@@ -290,6 +288,7 @@ class Runtime:
         return is_new
 
     def _output_layouts(self, graph: Graph) -> dict[str, Layout]:
+        graph = graph if self.trains else graph.once(for_inference)
         return output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
 
     def _add(

@@ -87,8 +87,11 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
         by_name = {name: _with_own_gradient(x, loaded, parts) for name, x in by_name.items()}
     with peers_alive(), autocast_off(loaded.mesh.device_type):
         flat = loaded.function(own, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items()))
+    carried = dict(loaded.choices.graph.carried)
     outputs = [
-        parts.leave(x, loaded.graph.outputs[i].shape, loaded.axes, layout, loaded.rows[i])
+        _leave_in_place(x, layout, loaded)
+        if i in carried
+        else parts.leave(x, loaded.graph.outputs[i].shape, loaded.axes, layout, loaded.rows[i])
         if parts is not None and i in loaded.rows
         else _leave(x, loaded.graph.outputs[i], layout, loaded, is_whole=is_whole)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
@@ -171,6 +174,13 @@ def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
             f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's"
             " mesh"
         )
+
+
+def _leave_in_place(x: torch.Tensor, layout: Layout, loaded: Loaded) -> torch.Tensor:
+    """A value that is carried to the next call, as this call left it: a DTensor, or a plain tensor if it is whole."""
+    if not any(placement.is_split for placement in layout):
+        return x
+    return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
 
 
 def _leave(x: Any, value: Any, layout: Layout, loaded: Loaded, *, is_whole: bool) -> Any:

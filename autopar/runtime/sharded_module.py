@@ -57,6 +57,11 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         those of the parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
         `scaler=`, a torch.amp.GradScaler: backward is that of the scaled loss, which is returned as it is.
         """
+        if not self._autopar.trains:
+            raise AutoparError(
+                "model.train_step(...) of a model that was compiled for inference (trains=False, or a plan made so),"
+                " which has no gradients; call model(...), or compile it for training"
+            )
         scale = take_loss_scale(self, kwargs, torch.device(self._autopar.mesh.device_type))
         return self._autopar.train_step(self, args, kwargs, scale)
 

@@ -191,7 +191,7 @@ def names_of(graph: Graph) -> Names:
         OP: tuple(op.name for op in graph.ops),
         INPUT: tuple(item.value.name for item in graph.inputs),
         KEPT: tuple(name for name, uses in graph.uses.items() if len(uses) > 1),
-        OUTPUT: tuple(dict.fromkeys(value.name for value in graph.outputs if isinstance(value, Value))),
+        OUTPUT: tuple(value.name for value in graph.placed_outputs),
     }
 
 
@@ -260,6 +260,8 @@ def written_buffer(graph: Graph, index: int) -> str:
 
 def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
     """The layout in which a use reads its value."""
+    if use.user == "output" and (argument := dict(graph.carried).get(use.slot)) is not None:
+        return assignment.layouts[argument]
     if use.user == "output":
         return assignment.outputs[graph.outputs[use.slot].name]
     if use.user == "buffer":

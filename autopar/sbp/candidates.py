@@ -8,6 +8,7 @@ from operator import ne
 
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.inference.carried import carried_values
 from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
@@ -38,7 +39,7 @@ def annotate(
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
-    outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    kept = graph.once(carried_values)
     routed = own_order_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
@@ -46,10 +47,15 @@ def annotate(
         strategies={
             op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven, shared)) for op in ops
         },
-        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage, uneven, shared) for item in graph.inputs},
+        layouts={
+            item.value.name: _carried_layouts(item, kept[item.value.name], mesh.shape)
+            if item.value.name in kept
+            else _input_layouts(item, mesh.shape, is_stage, uneven, shared)
+            for item in graph.inputs
+        },
         outputs={
             value.name: _output_layouts(value.shape, mesh.shape, () if is_stage else uneven, shared)
-            for value in outputs
+            for value in graph.placed_outputs
         },
         without_rule=tuple(unknown),
         discovered={name: found for name, found in unknown.items() if found is not None},
@@ -270,11 +276,23 @@ def _input_layouts(
     is_received = item.kind == "argument" and is_stage
     dims = () if is_received else _uneven_dims(item.value.shape, uneven)
     layouts = ((I,) * len(mesh_shape),) if is_whole else _layouts(item.value.shape, mesh_shape, dims)
+    if item.kind == "parameter" and not item.value.needs_grad:  # so that a part that is read alone is stored alone
+        return tuple(sorted(layouts, key=lambda layout: -sum(placement.is_split for placement in layout)))
     if item.kind != "argument":
         return layouts
     if shared is not None and not is_whole:
         layouts = tuple(_in_shares(layouts, item.value.shape, shared))
     return tuple(sorted(layouts, key=lambda layout: -sum(placement.dim == 0 for placement in layout)))
+
+
+def _carried_layouts(item: Input, output: Value, mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """The layouts of an argument in whose place the next call is given `output`: a dim that differs, as the tokens of a
+    key-value cache that grows, is whole, and parts are equal, so that all stays where it is.
+    """
+    before, after = item.value.shape, output.shape
+    grown = {dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
+    layouts = _layouts(before, mesh_shape, ())
+    return tuple(one for one in layouts if not any(placement.is_split and placement.dim in grown for placement in one))
 
 
 def boundary_layouts(

@@ -125,6 +125,8 @@ TRAINING = {
     "num_waiting": 0,
     "reduce_dtype": "",
     "in_stages": False,
+    "param_dtype": "",
+    "trains": True,
 }
 MANY = [{"size": 2**62, "latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}]
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {

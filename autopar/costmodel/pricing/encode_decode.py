@@ -13,7 +13,7 @@ from autopar.costmodel.pricing.options import Stored
 from autopar.costmodel.pricing.price import Priced
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded, value_classes
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sample_blocks import classes_of
 from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of
@@ -105,7 +105,7 @@ def members_of(graph: Graph, folded: Folded) -> Members:
     members: dict[tuple[str, str], list[str]] = {}
     classes = value_classes(graph, folded)
     several = [("kept", name) for name, uses in graph.uses.items() if len(uses) > 1]
-    outputs = [("output", value.name) for value in graph.outputs if isinstance(value, Value)]
+    outputs = [("output", value.name) for value in graph.placed_outputs]
     for kind, name in several + outputs:
         members.setdefault((kind, classes[name]), []).append(name)
     return {key: tuple(names) for key, names in members.items()}

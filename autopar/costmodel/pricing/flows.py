@@ -260,11 +260,8 @@ def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mappi
     ]
     several = {classes[name]: None for name, uses in graph.uses.items() if len(uses) > 1}
     outputs: dict[str, Entity] = {}
-    for value in graph.outputs:
-        if isinstance(value, Value):
-            outputs.setdefault(
-                classes[value.name], Entity("output", classes[value.name], candidates.outputs[value.name])
-            )
+    for value in graph.placed_outputs:
+        outputs.setdefault(classes[value.name], Entity("output", classes[value.name], candidates.outputs[value.name]))
     return ops + inputs + [Entity("kept", name, ()) for name in several] + list(outputs.values())
 
 
@@ -292,8 +289,11 @@ def _readers(
     """Reader -> (its end, whether it propagates a gradient back)."""
     giving = gradient_givers(graph)
     readers: dict[Reader, tuple[End, bool]] = {}
+    carried = dict(graph.carried)
     for index, value in enumerate(graph.outputs):
-        if isinstance(value, Value):
+        if index in carried:
+            readers["output", index] = End(nodes["input", classes[carried[index]]], "stored"), False
+        elif isinstance(value, Value):
             readers["output", index] = End(nodes["output", classes[value.name]]), True
     for index in range(len(graph.mutations)):
         readers["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False

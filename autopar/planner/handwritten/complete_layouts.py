@@ -10,9 +10,10 @@ from types import MappingProxyType
 from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
+from autopar.ir.inference.carried import carried_values
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, produced_layouts, wanted_layout
-from autopar.sbp.placement import Layout, is_convertible
+from autopar.sbp.placement import Layout, is_convertible, local_shape
 from autopar.sbp.redistribute import NEVER_BYTES, collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
@@ -66,15 +67,20 @@ def complete(
 
     `moved`: `bytes_moved(mesh)`. `counts`: op of a repeat -> the number of copies that it represents.
     """
-    wanted = _wanted(graph, strategies)
-    layouts = dict(arguments)
-    stored = [item for item in graph.inputs if item.kind != "argument"]
+    wanted, carried = _wanted(graph, strategies), graph.once(carried_values)
+    layouts = {name: layout for name, layout in arguments.items() if name not in carried}
+    stored = [item for item in graph.inputs if item.value.name not in layouts]
     for item in (item for item in stored if folded.representative[item.value.name] == item.value.name):
         offered = candidates.layouts[item.value.name]
         if item.kind == "parameter" and storage.sharded_axes:
             offered = _most_parts(item.value, offered, wanted[item.value.name], storage.sharded_axes, moved)
         layouts[item.value.name] = min(
-            offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved)
+            offered,
+            key=lambda layout: (
+                _bytes_to(item.value, layout, wanted[item.value.name], moved),
+                # of inference, where no gradient is gathered, a part that is read alone is stored alone
+                not item.value.needs_grad and math.prod(local_shape(item.value.shape, layout, moved.mesh.shape)),
+            ),
         )
     layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
     outputs = _outputs(graph, candidates, strategies, layouts, moved)
@@ -133,10 +139,9 @@ def _outputs(
     moved: Moved,
 ) -> dict[str, Layout]:
     produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
-    values = [value for value in graph.outputs if isinstance(value, Value)]
     return {
         v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), moved))
-        for v in values
+        for v in graph.placed_outputs
     }
 
 

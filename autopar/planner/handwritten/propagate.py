@@ -1,10 +1,11 @@
 """Propagation: one signature for each op on one mesh axis, in a forward walk from seeds, with little communication."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 
 from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.inference.for_inference import tracked
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
 from autopar.sbp.placement import I, P, Placement, R
@@ -54,15 +55,17 @@ def follow_tensors(
     Ops between them follow, all others are whole. Values in `sequence` are split along that dim wherever an op allows
     it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
-    options = partial(_with_all_tokens, options)
-    placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
+    options, is_tracked = partial(_with_all_tokens, options), graph.once(tracked)
+    untracked = (item for item in graph.inputs if item.kind != "parameter" or item.value.name not in is_tracked)
+    placed = {item.value.name: I for item in untracked}
     chosen: dict[str, Signature] = {}
     producer = {value.name: op for op in graph.ops for value in op.outputs}
     for op in graph.ops:
         if _is_for_consumer(op, structure):
             continue  # its reader decides
         known = chosen.get(representative[op.name])
-        signature = known or _cheapest(op, _seeded(op, options(op), structure, placed, sequence), placed, structure)
+        fits = () if known else _seeded(op, options(op), structure, placed, sequence, is_tracked)
+        signature = known or _cheapest(op, fits, placed, structure)
         _take(op, signature, chosen, placed)
         for value, placement in zip(op.inputs, signature.inputs):
             _settle(value, placement, options, producer, chosen, placed)
@@ -148,7 +151,12 @@ def _settle(
 
 
 def _seeded(
-    op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed, sequence: Mapping[str, int]
+    op: Op,
+    options: tuple[Option, ...],
+    structure: Structure,
+    placed: Placed,
+    sequence: Mapping[str, int],
+    is_tracked: Set[str],
 ) -> tuple[Option, ...]:
     """The options of the kind that `structure` gives `op`; all options if it gives none or no option has it."""
     kind = "vocabulary" if op.name in structure.vocabulary else structure.kinds.get(op.name, base_name(op))
@@ -157,7 +165,7 @@ def _seeded(
     if kind == "scaled_dot_product_attention":  # only if slicing its inputs is free
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
-        fits = [option for option in options if _stays_inside(op, option.signature, placed)]
+        fits = [option for option in options if _stays_inside(op, option.signature, placed, is_tracked)]
     elif any(value.name in structure.gathered for value in op.inputs):
         fits = [option for option in options if all(p == I for p in option.signature.inputs)]
     elif not fits or kind == "whole":
@@ -165,12 +173,12 @@ def _seeded(
     return tuple(fits) or options
 
 
-def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
+def _stays_inside(op: Op, signature: Signature, placed: Placed, is_tracked: Set[str]) -> bool:
     """Whether the values between a column and a row product stay split, or whole and read by split ops.
 
     They may be gathered, but not split in another way.
     """
-    pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
+    pairs = [(placed.get(x.name, p), p) for x, p in zip(op.inputs, signature.inputs) if x.name in is_tracked]
     return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
 
 

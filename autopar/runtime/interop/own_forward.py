@@ -31,6 +31,7 @@ class CallRuntime(Protocol):
     parts: LocalBatch | None
     param_dtype: torch.dtype | None
     bare: nn.Module | None
+    trains: bool
     changes: Changes
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any: ...
@@ -59,7 +60,11 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
         check_not_traced("" if isinstance(kwargs, dict) else "torch.fx.symbolic_trace")
         if runtime.bare is not None:  # a forward that was set on the module calls the one that it replaced
             return runtime.original.forward(runtime.bare, *args, **kwargs)
-        return runtime.call(self, args, as_of_all_parts(kwargs, runtime.parts))
+        kwargs = as_of_all_parts(kwargs, runtime.parts)
+        if runtime.trains:
+            return runtime.call(self, args, kwargs)
+        with torch.no_grad():
+            return runtime.call(self, args, kwargs)
 
     def described(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)

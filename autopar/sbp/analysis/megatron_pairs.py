@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Op
+from autopar.ir.inference.for_inference import tracked
 from autopar.ir.op_facts import facts_of
 
 
@@ -69,15 +70,10 @@ def base_name(op: Op) -> str:
 
 def values_from_parameters(graph: Graph) -> frozenset[str]:
     """Names of the parameters and of every value that is computed from parameters alone."""
-    names = {item.value.name for item in graph.of_kind("parameter")}
+    names, is_tracked = {item.value.name for item in graph.of_kind("parameter")}, graph.once(tracked)
     for op in graph.ops:
-        tracked = [value.name for value in op.inputs if value.needs_grad]
-        if (
-            tracked
-            and all(name in names for name in tracked)
-            and not _lookup(op)
-            and all(v.needs_grad for v in op.inputs)
-        ):
+        read = {value.name for value in op.inputs}
+        if read and read <= is_tracked and read <= names and not _lookup(op):
             names.update(value.name for value in op.outputs)
     return frozenset(names)
 
@@ -110,16 +106,16 @@ def _from_arguments(graph: Graph) -> frozenset[str]:
 
 
 def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozenset[str]:
-    derived, positional = _from_arguments(graph), set()
+    derived, positional, is_tracked = _from_arguments(graph), set(), graph.once(tracked)
     for op in graph.ops:
-        tracked = {value.name for value in op.inputs if value.needs_grad}
+        read = {value.name for value in op.inputs} & is_tracked
         if _lookup(op):
             is_positional = not any(value.name in derived for value in op.inputs)
         else:
             is_positional = (
                 product_slots(op, from_parameters) is None
-                and bool(tracked & positional)
-                and tracked <= positional | from_parameters
+                and bool(read & positional)
+                and read <= positional | from_parameters
             )
         if is_positional:
             positional.update(value.name for value in op.outputs)
@@ -134,10 +130,11 @@ def _pair(
     """
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}
+    activations = graph.once(tracked) - from_parameters - positional
     for op in graph.ops:
         slots = product_slots(op, from_parameters)
         if slots is None:
-            pair = _merge(op, sources, from_parameters | positional)
+            pair = _merge(op, sources, activations)
         elif paired := sources.get(op.inputs[slots[0]].name):
             rows[op.name], pair = paired, None
         else:
@@ -146,12 +143,12 @@ def _pair(
     return sources, rows
 
 
-def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozenset[str]) -> frozenset[str] | None:
-    tracked = [value for value in op.inputs if value.needs_grad and value.name not in ignored]
-    tracked_sources = [named for value in tracked if (named := sources.get(value.name)) is not None]
-    if facts_of(op.target).ends_region or not tracked_sources or len(tracked_sources) < len(tracked):
+def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], activations: frozenset[str]) -> frozenset[str] | None:
+    read = [value for value in op.inputs if value.name in activations]
+    known = [named for value in read if (named := sources.get(value.name)) is not None]
+    if facts_of(op.target).ends_region or not known or len(known) < len(read):
         return None
-    return frozenset().union(*tracked_sources)
+    return frozenset().union(*known)
 
 
 def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> tuple[set[str], set[str]]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, Input
+from autopar.ir.inference.for_inference import tracked
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name
 from autopar.sbp.op_signatures import signatures_of_call
 from autopar.sbp.placement import Placement
@@ -20,10 +21,10 @@ def sequence_dims(graph: Graph, structure: Structure) -> dict[str, int]:
     hidden = follow_dims(graph, _hidden_starts(graph, structure))
     batch = follow_dims(graph, {item.value.name: 0 for item in batch_arguments(graph)})
     sizes = {math.prod(op.outputs[0].shape) for op in graph.ops if structure.kinds.get(op.name) == "row"}
-    dims = {}
+    dims, is_tracked = {}, graph.once(tracked)
     for value in (value for op in graph.ops if op.name not in structure.region for value in op.outputs):
         rest = {0, 1, 2} - {hidden.get(value.name), batch.get(value.name)}
-        if len(value.shape) == 3 and len(rest) == 1 and value.needs_grad and math.prod(value.shape) in sizes:
+        if len(value.shape) == 3 and len(rest) == 1 and value.name in is_tracked and math.prod(value.shape) in sizes:
             dims[value.name] = rest.pop()
     return dims
 

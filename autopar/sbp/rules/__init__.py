@@ -7,6 +7,7 @@ from autopar.ir.graph import Op
 from autopar.ir.loops.body import body_called
 from autopar.ir.loops.scan_op import SCAN
 from autopar.sbp.rules import (
+    append,
     attention,
     batched,
     cast,
@@ -33,7 +34,7 @@ from autopar.sbp.rules.complete import SplitDim, completed, own_extents
 from autopar.sbp.signature import Signature
 
 _FAMILIES = (
-    *(pointwise, cast, view, reduce, index, create),
+    *(pointwise, cast, view, append, reduce, index, create),
     *(batched, guard, matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 

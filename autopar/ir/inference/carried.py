@@ -1,0 +1,61 @@
+"""`carried_outputs`: the outputs of a call that the next one is given in place of an argument, as a key-value cache."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
+from autopar.ir.inference.append_op import APPEND
+
+# Ops that give their first operand with rows behind it, or written into it.
+_GROWING = {"aten.cat.default"}
+_WRITING = {
+    "aten.index_copy.default",
+    "aten.index_put.default",
+    "aten.slice_scatter.default",
+    "aten.select_scatter.default",
+    "aten.scatter.src",
+}
+
+
+def carried_outputs(graph: Graph) -> tuple[tuple[int, str], ...]:
+    """(number of an output, name of the argument that it was before) for each output that is an argument with rows
+    behind it or written into it; the first such output of each argument.
+    """
+    origin = {item.value.name: item.value for item in graph.of_kind("argument") if item.value.shape}
+    arguments = dict(origin)
+    for op in graph.ops:
+        if (before := _before(op)) is not None and before.name in origin:
+            origin[op.outputs[0].name] = origin[before.name]
+    found: dict[str, int] = {}
+    for index, value in enumerate(graph.outputs):
+        if isinstance(value, Value) and value.name in origin and value.name not in arguments:
+            before = origin[value.name]
+            if (len(before.shape), before.dtype) == (len(value.shape), value.dtype):
+                found.setdefault(before.name, index)
+    return tuple((index, name) for name, index in found.items())
+
+
+def with_appends(graph: Graph) -> Graph:
+    """`graph` in which what is carried, and is an argument with rows behind it, is appended to in place (`APPEND`)."""
+    grown = {graph.outputs[index].name for index, _ in graph.carried}
+    return replace(
+        graph, ops=tuple(_appending(op) if op.outputs and op.outputs[0].name in grown else op for op in graph.ops)
+    )
+
+
+def carried_values(graph: Graph) -> Mapping[str, Value]:
+    """Name of an argument -> the output of the call that is carried in its place."""
+    return {name: graph.outputs[index] for index, name in graph.carried}
+
+
+def _appending(op: Op) -> Op:
+    if op.target not in _GROWING or len(op.inputs) != 2:
+        return op
+    return replace(op, target=APPEND, args=(Slot(0), Slot(1), arguments_of(op)["dim"]), kwargs=())
+
+
+def _before(op: Op) -> Value | None:
+    """The value that `op` gives with rows behind it or written into it; None if it does neither."""
+    if (op.target in _GROWING and len(op.inputs) > 1) or op.target in _WRITING:
+        return op.inputs[0]
+    return None
