@@ -12,15 +12,16 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.mesh import Mesh
+from autopar.torch_compat import register_fake_backend
 
 
 @contextmanager
 def one_rank_of(mesh: Mesh) -> Iterator[DeviceMesh]:
     """This process as the first rank of `mesh`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_devices)
+    register_fake_backend()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=mesh.num_devices)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         for name, stand_in in _STAND_INS.items():
