@@ -41,14 +41,14 @@ def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]
 
 def _append(past: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
     dim, num = dim % past.ndim, rows.shape[dim]
-    room: _Room | None = getattr(past.untyped_storage(), "_autopar_room", None)
+    room: _Room | None = getattr(past.untyped_storage(), "autopar_room", None)
     if room is None or not room.holds(past, num, dim):
         used = past.shape[dim]
         size = used + num + max(int(_ROOM * (used + num)), _LEAST_ROOM)
         whole = past.new_empty((*past.shape[:dim], size, *past.shape[dim + 1 :]))
         whole.narrow(dim, 0, used).copy_(past)
         room = _Room(tuple(whole.shape), whole.stride(), dim, used)
-        whole.untyped_storage()._autopar_room = room  # type: ignore[attr-defined]
+        whole.untyped_storage().autopar_room = room  # type: ignore[attr-defined]
     else:
         whole = past.as_strided(room.shape, room.stride)
     whole.narrow(dim, room.used, num).copy_(rows)
