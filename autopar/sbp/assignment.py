@@ -364,7 +364,7 @@ def _bucket_key(conversion: Conversion, across_blocks: bool) -> tuple[Hashable, 
         is_again = conversion.is_regathered and not conversion.is_prefetched
         return *kind, conversion.is_prefetched, step.axes, step.dst.kind, is_again, conversion.region
     if conversion.is_bucketed and conversion.latency_share < 1.0 and (across_blocks or place is not None):
-        return value.dtypes, conversion.src, conversion.dst, place and place.num_bytes
+        return value.dtypes, value.needs_grad, conversion.src, conversion.dst, place and place.num_bytes
     return ()
 
 

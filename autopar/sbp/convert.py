@@ -81,7 +81,10 @@ class _ConvertBucket(torch.autograd.Function):
         ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
         ctx.extents = tuple(x.shape[dst.dim] if dst.is_split else None for x, dst in zip(tensors, targets))
         expect(ctx, tensors)
-        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors, extents=extents))
+        moved = tuple(x.detach() for x in move_together(axis, sources, targets, *tensors, extents=extents))
+        # otherwise all would need a gradient because one does, as if nothing were frozen
+        ctx.mark_non_differentiable(*(made for x, made in zip(tensors, moved, strict=True) if not x.requires_grad))
+        return moved
 
     @staticmethod
     def backward(ctx, *grads):

@@ -147,6 +147,19 @@ def test_a_bucket_is_each_conversion_with_one_collective(
     assert num_bytes[0] == num_bytes[1]
 
 
+def test_what_is_frozen_needs_no_gradient_because_others_in_its_bucket_do() -> None:
+    """Ops may have no derivative by it: class weights of a loss."""
+
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> tuple[list[bool], torch.Tensor]:
+        trained, frozen = torch.ones(2).requires_grad_(), torch.ones(2)
+        outs = convert_together(axes[0], (S(0), S(0)), (R, R), trained, frozen)
+        return [x.requires_grad for x in outs], torch.autograd.grad((outs[0] * outs[1] * 3).sum(), trained)[0]
+
+    for needs, gradient in on_threads(rank, (2,)).values():
+        assert needs == [True, False]
+        assert torch.equal(gradient, torch.full((2,), 6.0))  # of both ranks
+
+
 def test_a_gradient_that_is_not_contiguous() -> None:
     """The gradient of a sum is an expanded view."""
 
