@@ -251,7 +251,7 @@ class _Lowering:
                 _roles(strategy),
                 random,
                 split_axes,
-                op.is_no_grad,
+                op.is_no_grad and any(value.needs_grad for value in op.inputs),
                 op.is_tuple,
                 origin,
                 tuple(self._again(op, names)),

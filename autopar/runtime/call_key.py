@@ -38,8 +38,8 @@ CONSTANTS = (
 
 def describe_call(
     modes: tuple[bool, ...], args: tuple, kwargs: dict, device_type: str, parts: LocalBatch | None = None
-) -> tuple[Key, Key]:
-    """(parts of a call that the ranks must agree on, parts that a program depends on); keywords in any order.
+) -> tuple[Key, Key, list[Any]]:
+    """(parts of a call that the ranks must agree on, parts that a program depends on, leaves); keywords in any order.
 
     `device_type`: of the model's tensors, whose autocast counts. `parts`: of the batch; of shares, which differ, sizes
     are those of the whole.
@@ -58,7 +58,7 @@ def describe_call(
         ]
     key = (tuple(own), spec, modes, *ambient)
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
-    return (*key, placements), key
+    return (*key, placements), key, leaves
 
 
 def example_of(leaf: Any, parts: LocalBatch | None) -> Any:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from autopar.codegen.lower import lower
 from autopar.errors import AutoparError, warn
 from autopar.ir.autocast import without_autocast
-from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
 from autopar.ir.inference.for_inference import for_inference
 from autopar.ir.interpret import run_constants
@@ -172,20 +171,20 @@ class Runtime:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The forward of `module`."""
-        self.prepare(module, args, kwargs)
+        leaves = self.prepare(module, args, kwargs)
         self._remind(module)
-        self._compare(args, kwargs)
-        return run(self._alone(), args, kwargs, self.parts, is_whole=self.gives_whole)
+        self._compare(leaves)
+        return run(self._alone(), args, kwargs, self.parts, leaves=leaves, is_whole=self.gives_whole)
 
     def train_step(
         self, module: nn.Module, args: tuple, kwargs: dict, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Forward and backward of `module` in training, backward of `scale` times the loss."""
-        self.prepare(module, args, kwargs, trains=True)
+        leaves = self.prepare(module, args, kwargs, trains=True)
         if isinstance(self.last, Loaded) and self.loss_fn is None and is_more_than_forward(module):
             return self._backward(module(*args, **kwargs), scale)
         self._remind(module)
-        self._compare(args, kwargs)
+        self._compare(leaves)
         if isinstance(self.last, Trainer):
             if self.loss_fn is None:
                 check_no_hooks(module)
@@ -211,13 +210,13 @@ class Runtime:
         return self.last
 
     @torch.compiler.disable
-    def _compare(self, args: tuple, kwargs: dict) -> None:
+    def _compare(self, leaves: list[Any]) -> None:
         """Whether the ranks were given what they should be, in some of the calls."""
         if self.check is None or not self.check.is_due():
             return
         last = self.current()
         draws = last.draws if isinstance(last, Trainer) else last.program.has_random_ops
-        arguments = zip(last.graph.arguments, flat_arguments(last.graph.argument_spec, args, kwargs))
+        arguments = zip(last.graph.arguments, leaves)
         with failing_together(cut.meeting) if (cut := self._cut()) is not None else nullcontext():
             self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
 
@@ -231,17 +230,18 @@ class Runtime:
         return pytree.tree_map(lambda x: parts.whole(x, **moved), (args, kwargs))
 
     @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs")
-    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
-        """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> list[Any]:
+        """Make `current()` the program for this call, in which all ranks take part; the leaves of its arguments."""
         check_no_transform()
         self.calls.num_begun += 1
         is_new = self._notice_changes(module)
-        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
+        call, mode, leaves = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
         key = (*mode, self.changes.generation, trains)
-        if not self.trains and key not in self.loaded and (known := self.kinds.get(up_to_sizes(key))) is not None:
-            known.recall(key, (args, kwargs), self.loaded, self.trials)
-        if key not in self.loaded or ((over := self.trials.get(key)) is not None and over.is_over()):
-            start_s, over = time.perf_counter(), self.trials.get(key)
+        program, over = self.loaded.get(key), self.trials.get(key)
+        if not self.trains and program is None and (known := self.kinds.get(up_to_sizes(key))) is not None:
+            program, over = known.recall(key, (args, kwargs), self.loaded, self.trials)
+        if program is None or (over is not None and over.is_over()):
+            start_s = time.perf_counter()
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
             examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
             shapes = shapes_of(examples)
@@ -250,7 +250,7 @@ class Runtime:
             trace, kept = tracer(module, self, self.loss_fn if trains else None, examples), (self.loaded, self.trials)
             if over is None and (made := kind.known(shapes) or numbers.known(key, examples, trace, kept)):
                 self.loaded[key], self.trials[key], self.last = made.loaded, made.trial, made.loaded
-                return
+                return leaves
             without_casts = without_autocast(but=self.mesh.device_type)
             with rarely_collected(), grad_mode_reads() as reads, own_autograd(), without_casts:
                 graph = agreed_graph(self.mesh, lambda: kind.graph(examples, trace))
@@ -273,7 +273,8 @@ class Runtime:
             self.changes.take(module)
         elif self.check is not None:
             self.calls.passed(self)
-        self.last = self.loaded[key]
+        self.last = program
+        return leaves
 
     def _notice_changes(self, module: nn.Module) -> bool:
         """Whether the module was changed since the last call; programs that no state of it needs are forgotten then."""

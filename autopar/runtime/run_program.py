@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.autocast import autocast_off
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
+from autopar.ir.inference.kv_caches import caches_given, giving_back
 from autopar.runtime.interop.compiled_after import check_not_traced
 from autopar.runtime.interop.output_hooks import refuse_hooks
 from autopar.runtime.interop.plain_layers import note_backward
@@ -71,13 +72,22 @@ def _fetched(loaded: Loaded) -> Fetched:
     )
 
 
-def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, is_whole: bool) -> Any:
+def run(
+    loaded: Loaded,
+    args: tuple,
+    kwargs: dict,
+    parts: LocalBatch | None,
+    *,
+    leaves: list[Any] | None = None,
+    is_whole: bool,
+) -> Any:
     """Call the program on the arguments and put its outputs together again.
 
-    `parts`: of arguments and outputs, if ranks hold the batch so. `is_whole`: all other outputs are given whole, as
-    plain tensors; otherwise those that lie split are DTensors.
+    `parts`: of arguments and outputs, if ranks hold the batch so. `leaves`: of the arguments, if they are known.
+    `is_whole`: all other outputs are given whole, as plain tensors; otherwise those that lie split are DTensors.
     """
-    leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
+    if leaves is None or torch.compiler.is_compiling():  # whose graph begins with the arguments themselves
+        leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
     inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
     by_name = {
         name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
@@ -100,6 +110,9 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
         note_backward([outputs[number] for number in loaded.rows], loaded.mesh)
     for number in loaded.copied if torch.is_grad_enabled() else ():
         refuse_hooks(outputs[number])
+    if caches := caches_given(args, kwargs):
+        with giving_back(caches):
+            return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
 
 

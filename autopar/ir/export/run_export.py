@@ -26,6 +26,7 @@ from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
+from autopar.ir.inference.kv_caches import caches_numbered, check_caches
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
 from autopar.ir.outline.batched_calls import with_batches
@@ -55,11 +56,13 @@ def export(
     those that follow from arguments, "all" for those that the example does not tell too.
     """
     register_types((args, kwargs))
+    check_caches(args, kwargs)
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
     with (
         torch.random.fork_rng(devices=()),
         _outputs_registered(model),
+        caches_numbered(model),
         _without_dump(),
         answers_as_run(model),
         functions_kept(),

@@ -19,19 +19,22 @@ _LIBRARY.define("append(Tensor past, Tensor rows, int dim) -> Tensor")
 
 @dataclass
 class _Room:
-    """The memory of a tensor with room behind its first `used` rows of `dim`."""
+    """The memory of a tensor with room for `size` rows of `dim`, of which those of the last result, of shape `used` and
+    these strides, are used.
+    """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    size: int
     dim: int
-    used: int
+    used: torch.Size
+    stride: tuple[int, ...]
 
     def holds(self, past: torch.Tensor, num: int, dim: int) -> bool:
         """Whether `past` is all that is used, with room for `num` rows of `dim` behind it."""
-        known = (*self.shape[:dim], self.used, *self.shape[dim + 1 :]), _strides(past.shape, self.stride), 0, self.dim
-        found = tuple(past.shape), _strides(past.shape, past.stride()), past.storage_offset(), dim
-        can_write = torch.is_inference_mode_enabled() or not past.is_inference()
-        return known == found and self.used + num <= self.shape[dim] and can_write
+        if past.shape != self.used or dim != self.dim or self.used[dim] + num > self.size or past.storage_offset():
+            return False
+        stride = past.stride()
+        is_same = stride == self.stride or _strides(past.shape, stride) == _strides(past.shape, self.stride)
+        return is_same and (not past.is_inference() or torch.is_inference_mode_enabled())
 
 
 def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,19 +44,19 @@ def _strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]
 
 def _append(past: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
     dim, num = dim % past.ndim, rows.shape[dim]
+    used = past.shape[dim]
     room: _Room | None = getattr(past.untyped_storage(), "autopar_room", None)
     if room is None or not room.holds(past, num, dim):
-        used = past.shape[dim]
         size = used + num + max(int(_ROOM * (used + num)), _LEAST_ROOM)
         whole = past.new_empty((*past.shape[:dim], size, *past.shape[dim + 1 :]))
         whole.narrow(dim, 0, used).copy_(past)
-        room = _Room(tuple(whole.shape), whole.stride(), dim, used)
+        room = _Room(size, dim, past.shape, whole.stride())
         whole.untyped_storage().autopar_room = room  # type: ignore[attr-defined]
-    else:
-        whole = past.as_strided(room.shape, room.stride)
-    whole.narrow(dim, room.used, num).copy_(rows)
-    room.used += num
-    return whole.narrow(dim, 0, room.used)
+        past = whole
+    past.as_strided(rows.shape, room.stride, used * room.stride[dim]).copy_(rows)
+    grown = past.as_strided((*past.shape[:dim], used + num, *past.shape[dim + 1 :]), room.stride)
+    room.used = grown.shape
+    return grown
 
 
 _LIBRARY.impl("append", _append, "CompositeExplicitAutograd")

@@ -84,11 +84,19 @@ def nested_in(dicts: Iterable[dict]) -> list[Any]:
     return [x for each in dicts for x in islice(each.values(), MOST_ITEMS) if isinstance(x, CONTAINERS)]
 
 
+def _are_plain(items: Iterable[Any]) -> bool:
+    return all(isinstance(item, PLAIN) for item in items)
+
+
 def reader_of(x: Any) -> tuple[Callable[[], Any], Any]:
     """(a function, what it returned): it returns something else once the content of `x` is another; quick, as it is
     called before each step.
     """
-    if type(x) not in (list, set) or not all(isinstance(item, PLAIN) for item in x):
+    if type(x) is dict and len(x) <= MOST_ITEMS and _are_plain(x.values()):
+        return lambda: x, x.copy()
+    if type(x) is tuple and all(isinstance(item, PLAIN) or (type(item) is list and _are_plain(item)) for item in x):
+        return lambda: x, tuple(item.copy() if type(item) is list else item for item in x)
+    if type(x) not in (list, set) or not _are_plain(x):
         return partial(copied, x), copied(x)
     if len(x) <= MOST_ITEMS:
         return lambda: x, x.copy()

@@ -131,10 +131,16 @@ class CallKind:
         found = (sized.made_for(shapes) for sized in self.sized)
         return next((made for made in found if made is not None), None)
 
-    def recall(self, key: Any, call: Examples, loaded: dict[Any, Any], trials: dict[Any, Trial | None]) -> None:
-        """Keep the program that is known for a call of these sizes, the same on every rank, under its `key`."""
-        if (made := self.known(shapes_of(call))) is not None:
-            loaded[key], trials[key] = made.loaded, made.trial
+    def recall(
+        self, key: Any, call: Examples, loaded: dict[Any, Any], trials: dict[Any, Trial | None]
+    ) -> tuple[Any, Any]:
+        """(program, trial) for a call of these sizes, the same on every rank, kept under `key`; (None, None) if none is
+        known.
+        """
+        if (made := self.known(shapes_of(call))) is None:
+            return None, None
+        loaded[key], trials[key] = made.loaded, made.trial
+        return made.loaded, made.trial
 
     def note(self, trial: Trial | None, loaded: Any) -> None:
         """Add a program that was made; once there are enough of them, find the one for all sizes."""

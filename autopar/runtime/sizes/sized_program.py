@@ -93,6 +93,7 @@ def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
         return None
     is_alike = all(each.trial.kept is last.trial.kept and sized.range.values(each.shapes) is not None for each in made)
     is_alike = is_alike and all(each.loaded.rows == last.loaded.rows for each in made)
+    is_alike = is_alike and all(each.loaded.graph.output_spec == last.loaded.graph.output_spec for each in made)
     known, known_shapes = last.trial.kept.plan, last.trial.kept.shapes
     if not is_alike or any(each.trial.choices.assignment != known.assignment for each in made):
         return None
