@@ -1,10 +1,10 @@
 """`for_inference`: a graph of which nothing is trained, as a call without gradients runs it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph
 from autopar.ir.inference.carried import carried_outputs, with_appends
+from autopar.ir.passes.rewire import with_values
 
 _DETACH = "aten.detach.default"
 
@@ -14,7 +14,7 @@ def for_inference(graph: Graph) -> Graph:
     next call is given in place of an argument is `carried`, and what grows by it is appended to.
     """
     graph = with_appends(replace(graph, carried=carried_outputs(graph)))
-    return _mapped(graph, lambda value: replace(value, needs_grad=False) if value.needs_grad else value)
+    return with_values(graph, lambda value: replace(value, needs_grad=False) if value.needs_grad else value)
 
 
 def tracked(graph: Graph) -> frozenset[str]:
@@ -30,16 +30,3 @@ def tracked(graph: Graph) -> frozenset[str]:
         if not op.is_no_grad and op.target != _DETACH and any(value.name in would for value in op.inputs):
             would.update(value.name for value in op.outputs if value.dtype.is_floating_point)
     return frozenset(would)
-
-
-def _mapped(graph: Graph, change: Callable[[Value], Value]) -> Graph:
-    def of_op(op: Op) -> Op:
-        return replace(op, inputs=tuple(map(change, op.inputs)), outputs=tuple(map(change, op.outputs)))
-
-    return replace(
-        graph,
-        inputs=tuple(replace(item, value=change(item.value)) for item in graph.inputs),
-        ops=tuple(map(of_op, graph.ops)),
-        outputs=tuple(change(item) if isinstance(item, Value) else item for item in graph.outputs),
-        mutations=tuple((fqn, change(value)) for fqn, value in graph.mutations),
-    )
