@@ -151,16 +151,16 @@ def _valid(
     value is split along one dim in each rank's own order and in that of all: own orders have no parts of a global order
     between them.
     """
-    known: dict[Signature, dict[SplitDim, int]] = {}
+    known: dict[int, dict[SplitDim, int]] = {}  # by identity: they are few objects in many combinations
     alone = _ALONE.get(family(op.target), ())
     own: set[Signature] = set()  # those with tokens of each rank's own
     for combination in combinations:
         num_parts: dict[SplitDim, int] = {}
         extents = {}
         for sig, size in zip(combination, mesh_shape):
-            split = known.get(sig)
+            split = known.get(id(sig))
             if split is None:
-                split = known[sig] = extents_of(op, sig)
+                split = known[id(sig)] = extents_of(op, sig)
                 own |= {sig} if any(placement.is_own for placement in sig.inputs + sig.outputs) else set()
             extents |= split
             for part in split:

@@ -15,10 +15,12 @@ from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import local_shape
-from autopar.sbp.signature import Strategy
+from autopar.sbp.signature import RING, Strategy
 from autopar.torch_compat import pytree
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
+# The most steps of a ring that are run: hundreds would take seconds.
+_FEW_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -
     role.
 
     None if it depends on contents, which meta tensors lack. The axes of a role are treated as one: their position in
-    the mesh changes no size.
+    the mesh changes no size. Of a ring a few steps are run: each one more saves as much as the last of these.
     """
     if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
         return 0
@@ -143,7 +145,14 @@ def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -
     shapes = (local_shape(value.shape, strategy.input_layout(i), mesh_shape) for i, value in enumerate(op.inputs))
     specs = tuple((shape, value.dtype, value.needs_grad) for shape, value in zip(shapes, op.inputs))
     call = localize(op, strategy, mesh_shape)
-    return _saved_by_local_op(op.target, *call, specs, tuple(sorted(sizes.items())), footprint(op).saved_inputs)
+
+    def saved(roles: Mapping[str, int]) -> int | None:
+        return _saved_by_local_op(op.target, *call, specs, tuple(sorted(roles.items())), footprint(op).saved_inputs)
+
+    if sizes.get(RING, 0) <= _FEW_STEPS:
+        return saved(sizes)
+    few, more = (saved(sizes | {RING: size}) for size in (_FEW_STEPS - 1, _FEW_STEPS))
+    return None if few is None or more is None else more + (sizes[RING] - _FEW_STEPS) * (more - few)
 
 
 @lru_cache(maxsize=2**16)

@@ -308,6 +308,7 @@ def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Off
     offered_at: dict[End, Offered] = {}
     known: dict[tuple[int, str, int], Offered] = {}  # equal ops have the same tuple of strategies
     kept: dict[End, dict[Layout, None]] = {}
+    taken: set[tuple[End, int]] = set()
     for flow in flows:
         for end in (flow.src, flow.dst):
             options = entities[end.node].options
@@ -317,7 +318,8 @@ def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Off
                 key = id(options), end.port, end.index
                 offered_at[end] = known[key] = known.get(key) or offered(options, end.port, end.index)
         for mine, other in ((flow.src, flow.dst), (flow.dst, flow.src)):
-            if mine in kept:
+            if mine in kept and (mine, id(offered_at[other])) not in taken:
+                taken.add((mine, id(offered_at[other])))
                 kept[mine].update(dict.fromkeys(offered_at[other].layouts))
     return offered_at | {end: offered(tuple(layouts), end.port, end.index) for end, layouts in kept.items()}
 

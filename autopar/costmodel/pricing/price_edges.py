@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from autopar.costmodel.uneven_conversions import forbidden
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import InBucket
+from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import CollectiveKind
 from autopar.search.table import Edge, Node
 
@@ -174,8 +176,23 @@ def _times(
 
     `reductions`: the weight of its collectives in backward where all is in turn.
     """
-    ends = flow.src.layouts, flow.dst.layouts, mesh.shape, cluster
-    forward, backward = flow.weights.forward, flow.weights.backward
+    ends, is_stored = (flow.value, flow.src.layouts, flow.dst.layouts), flow.is_parameter and flow.is_stored
+    return _known_times(*ends, mesh, cluster, bucket if is_stored else None, is_stored, flow.weights, reductions)
+
+
+@lru_cache(maxsize=512)
+def _known_times(
+    value: Value,
+    src: tuple[Layout, ...],
+    dst: tuple[Layout, ...],
+    mesh: Mesh,
+    cluster: Cluster,
+    bucket: InBucket | None,
+    is_stored: bool,  # a parameter, as it is stored
+    both: BothWeights,
+    reductions: float,
+) -> Matrices:
+    ends, forward, backward = (src, dst, mesh.shape, cluster), both.forward, both.backward
 
     def lane(kind: CollectiveKind) -> int:
         return lane_of(cluster.levels, mesh.shape, kind.axes)
@@ -192,14 +209,17 @@ def _times(
     weights = ParameterWeights(
         made, put_off, lambda kind: backward.blocking(lane(kind)), lambda kind: backward.gathered(lane(kind))
     )
-    if flow.weights.is_in_turn:
+    if both.is_in_turn:
         weights = ParameterWeights(in_turn, in_turn) if reductions != 1.0 else ParameterWeights()
-    if flow.is_parameter and flow.is_stored:
-        times = parameter_times(flow.value, *ends, bucket=bucket, weights=weights)
-        return times.cost_s, times.again_s
-    frozen = replace(flow.value, needs_grad=False)
-    found = conversion_times(flow.value, *ends, weigh=weights.made)
-    return found, conversion_times(frozen, *ends, weigh=weights.again)
+    if is_stored:
+        times = parameter_times(value, *ends, bucket=bucket, weights=weights)
+        found = times.cost_s, times.again_s
+    else:
+        again = conversion_times(replace(value, needs_grad=False), *ends, weigh=weights.again)
+        found = conversion_times(value, *ends, weigh=weights.made), again
+    for matrix in found:
+        matrix.flags.writeable = False
+    return found
 
 
 def _matrices(part: EdgePart, prices: Mapping[PricedFlow, Prices]) -> Matrices:

@@ -267,7 +267,14 @@ class ModelFacts:
         """`walk` with one more axis."""
         graph, same = self.short.graph, self.short.folded.representative
         classes = {same[op.name] for op in graph.ops}
-        options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
+        known: dict[str, tuple[Option, ...]] = {}  # of a class of ops
+
+        def options(op: Op) -> tuple[Option, ...]:
+            name = same[op.name]
+            if name not in known:
+                known[name] = _options(op, axis, walk.left[name], mesh)
+            return known[name]
+
         if kind in SEQUENCE_WAYS:
             batch = _place_tokens(graph, self.sequence, candidates, walk.arguments)
             signatures = follow_batch(graph, same, partial(_by_tokens, options, kind), batch)
@@ -329,12 +336,10 @@ def outlined(graph: Graph, folded: Folded) -> ModelFacts:
     return ModelFacts(short, structure, sequence_dims(short.graph, structure), num_exchanged(short.graph))
 
 
-def _options(
-    op: Op, *, axis: int, left: Mapping[str, Sequence[Strategy]], representative: Mapping[str, str], mesh: Mesh
-) -> tuple[Option, ...]:
+def _options(op: Op, axis: int, left: Sequence[Strategy], mesh: Mesh) -> tuple[Option, ...]:
     """The options on `axis` of the strategies that are left."""
     first: dict[Signature, Strategy] = {}
-    for strategy in left[representative[op.name]]:
+    for strategy in left:
         first.setdefault(strategy.signatures[axis], strategy)
     return tuple(Option(signature, _inner_bytes(op, axis, strategy, mesh)) for signature, strategy in first.items())
 

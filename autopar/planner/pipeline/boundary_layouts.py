@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,15 @@ from autopar.sbp.candidates import boundary_layouts
 from autopar.sbp.placement import Layout
 from autopar.sbp.uneven.uneven_extents import shared_extents
 from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
+from autopar.search.min_plus.eliminate import Limits, eliminate, elimination_order
+from autopar.search.min_plus.factors import Factor, contract
+from autopar.search.min_plus.sparse_core import Core, core
 from autopar.search.table import CostTable, Edge, Node
 
 # The search stops if it can gain less than this share of a step.
 _WORTH = 5e-3
+# An elimination of more additions may take longer than the searches of some boundary layouts.
+_LIMITS = Limits(additions=1e8)
 
 Crossing = Mapping[str, Layout]
 
@@ -87,6 +93,48 @@ class _Ends:
     setting: Setting
     problem: Problem
     nodes: tuple[int, ...]
+
+    def least_s(self, layouts: tuple[Layout, ...] | None) -> float:
+        """Seconds of the fastest choice with these boundary layouts, of any if None; infinity if there is none."""
+        chosen = {} if layouts is None else self._options(layouts)
+        if chosen is None:
+            return math.inf
+        if self._by_options is None:
+            return self._searched_s(chosen)
+        if layouts is None:
+            return float(contract(self._by_options, ()).values)
+        return sum(float(one.values[tuple(chosen[node] for node in one.scope)]) for one in self._by_options)
+
+    @cached_property
+    def _core(self) -> Core:
+        return core(self.problem.priced.table, kept=frozenset(self.nodes))
+
+    @cached_property
+    def _by_options(self) -> tuple[Factor, ...] | None:
+        """Functions of the options of `nodes` in the core, whose sum is the least time for each choice of these; None
+        if it takes too long to eliminate all else.
+        """
+        table = self._core.table
+        order = elimination_order(table, _LIMITS, kept=frozenset(map(self._core.nodes.index, self.nodes)))
+        return None if order is None else eliminate(table, order).rest
+
+    def _options(self, layouts: tuple[Layout, ...]) -> dict[int, int] | None:
+        """Each of `nodes`, by its number in the core -> its option with the layout; None if a layout is no option."""
+        chosen = {}
+        for node, layout in zip(self.nodes, layouts):
+            entity = self.problem.priced.entities[node]
+            option = Stored(layout) if entity.kind == "input" else layout
+            if option not in entity.options:
+                return None
+            chosen[self._core.nodes.index(node)] = entity.options.index(option)
+        return chosen
+
+    def _searched_s(self, chosen: Mapping[int, int]) -> float:
+        priced = replace(self.problem.priced, table=_fixed(self._core.table, chosen))
+        try:
+            return self.setting.search(replace(self.problem, priced=priced), []).cost_s
+        except InfeasibleError:  # no choice was found in the time limit
+            return math.inf
 
 
 class _Pipeline:
@@ -152,20 +200,8 @@ class _Pipeline:
         stage, kind = self.cut.stages[number], self.kinds[number]
         layouts = None if crossing is None else tuple(crossing[name] for name in (*stage.receives, *stage.sends))
         if (kind, layouts) not in self.known:
-            self.known[kind, layouts] = self._searched_s(self._ends(number), layouts) / self.schedule.num_microbatches
+            self.known[kind, layouts] = self._ends(number).least_s(layouts) / self.schedule.num_microbatches
         return self.known[kind, layouts]
-
-    def _searched_s(self, ends: _Ends, layouts: tuple[Layout, ...] | None) -> float:
-        problem = ends.problem
-        if layouts is not None:
-            table = _fixed(problem, dict(zip(ends.nodes, layouts)))
-            if table is None:
-                return math.inf
-            problem = replace(problem, priced=replace(problem.priced, table=table))
-        try:
-            return ends.setting.search(problem, []).cost_s
-        except InfeasibleError:  # no choice was found in the time limit
-            return math.inf
 
     def _ends(self, number: int) -> _Ends:
         if self.kinds[number] not in self.ends:
@@ -193,24 +229,21 @@ class _Pipeline:
         return _Ends(setting, problem, (*received, *(node_of["output", classes[name]] for name in stage.sends)))
 
 
-def _fixed(problem: Problem, layouts: Mapping[int, Layout]) -> CostTable | None:
-    """The table with the layouts of some nodes, inputs and outputs, fixed; None if a layout is no option."""
-    table, chosen = problem.priced.table, {}
-    for node, layout in layouts.items():
-        entity = problem.priced.entities[node]
-        option = Stored(layout) if entity.kind == "input" else layout
-        if option not in entity.options:
-            return None
-        chosen[node] = [entity.options.index(option)]
+def _fixed(table: CostTable, chosen: Mapping[int, int]) -> CostTable:
+    """The table with the options of some nodes fixed."""
     nodes = [
-        Node(node.name, node.cost_s[chosen[number]], node.memory_bytes[chosen[number]]) if number in chosen else node
+        Node(node.name, node.cost_s[[chosen[number]]], node.memory_bytes[[chosen[number]]])
+        if number in chosen
+        else node
         for number, node in enumerate(table.nodes)
     ]
     edges = [_of_edge(edge, chosen) if edge.a in chosen or edge.b in chosen else edge for edge in table.edges]
     return replace(table, nodes=tuple(nodes), edges=tuple(edges))
 
 
-def _of_edge(edge: Edge, chosen: Mapping[int, list[int]]) -> Edge:
-    rows, columns = (chosen.get(node, range(size)) for node, size in zip((edge.a, edge.b), edge.cost_s.shape))
+def _of_edge(edge: Edge, chosen: Mapping[int, int]) -> Edge:
+    rows, columns = (
+        [chosen[node]] if node in chosen else range(size) for node, size in zip((edge.a, edge.b), edge.cost_s.shape)
+    )
     at = np.ix_(list(rows), list(columns))
     return Edge(edge.a, edge.b, edge.cost_s[at], edge.memory_bytes[at])

@@ -7,7 +7,7 @@ decides the size of these functions; on nearly series-parallel graphs they depen
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -50,14 +50,18 @@ class Elimination:
     rest: tuple[Factor, ...] = ()
 
 
-def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int, ...] | None:
-    """The greedy elimination order, smallest resulting factor first; None if it exceeds the limits."""
+def elimination_order(
+    table: CostTable, limits: Limits = Limits(), *, kept: Collection[int] = ()
+) -> tuple[int, ...] | None:
+    """The greedy elimination order of all nodes but those `kept`, smallest resulting factor first; None if it exceeds
+    the limits.
+    """
     sizes = [node.cost_s.size for node in table.nodes]
     neighbours: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for edge in table.edges:
         neighbours[edge.a].add(edge.b)
         neighbours[edge.b].add(edge.a)
-    entries = {v: math.prod(float(sizes[u]) for u in near) for v, near in neighbours.items()}
+    entries = {v: math.prod(float(sizes[u]) for u in near) for v, near in neighbours.items() if v not in kept}
     waiting = [(size, v) for v, size in entries.items()]
     heapq.heapify(waiting)
     order, additions = [], 0.0
@@ -73,6 +77,8 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
         for u in near:
             neighbours[u] |= near - {u}
             neighbours[u].discard(node)
+            if u in kept:
+                continue
             entries[u] = math.prod(float(sizes[w]) for w in neighbours[u])
             heapq.heappush(waiting, (entries[u], u))
         order.append(node)

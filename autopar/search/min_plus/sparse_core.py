@@ -6,7 +6,7 @@ that the core is a table with the same optimum. In models, where most values are
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,22 +36,26 @@ class Core:
         return argmin(self.elimination, dict(zip(self.nodes, strategies)))
 
 
-def core(table: CostTable) -> Core:
-    """The core of `table`: nodes that have one or two neighbours at their turn are eliminated, least work first."""
-    elimination = eliminate(table, _sparse_order(table))
+def core(table: CostTable, *, kept: Collection[int] = ()) -> Core:
+    """The core of `table`: nodes but those `kept` that have one or two neighbours at their turn are eliminated, least
+    work first.
+    """
+    elimination = eliminate(table, _sparse_order(table, kept))
     nodes = tuple(sorted({v for factor in elimination.rest for v in factor.scope}))
     number = {v: i for i, v in enumerate(nodes)}
     terms: dict[tuple[int, ...], np.ndarray] = {}
     for factor in elimination.rest:
         scope = tuple(number[v] for v in factor.scope)
         terms[scope] = terms[scope] + factor.values if scope in terms else factor.values
-    kept = tuple(Node(table.nodes[v].name, terms[i,], np.zeros_like(terms[i,])) for i, v in enumerate(nodes))
+    left = tuple(Node(table.nodes[v].name, terms[i,], np.zeros_like(terms[i,])) for i, v in enumerate(nodes))
     edges = tuple(Edge(*scope, cost, np.zeros_like(cost)) for scope, cost in sorted(terms.items()) if len(scope) == 2)
-    return Core(CostTable(kept, edges), nodes, elimination)
+    return Core(CostTable(left, edges), nodes, elimination)
 
 
-def _sparse_order(table: CostTable) -> tuple[int, ...]:
-    """Nodes to eliminate, each with one or two neighbours by then; the last of a connected component stays."""
+def _sparse_order(table: CostTable, kept: Collection[int]) -> tuple[int, ...]:
+    """Nodes to eliminate, each with one or two neighbours by then; those `kept` and the last of a connected component
+    stay.
+    """
     sizes = [node.cost_s.size for node in table.nodes]
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for edge in table.edges:
@@ -59,7 +63,7 @@ def _sparse_order(table: CostTable) -> tuple[int, ...]:
         near[edge.b].add(edge.a)
 
     def additions(v: int) -> float:
-        few = 1 <= len(near[v]) <= 2
+        few = 1 <= len(near[v]) <= 2 and v not in kept
         return math.prod(sizes[u] for u in (v, *near[v])) if few else math.inf
 
     waiting = [(additions(v), v) for v in near]

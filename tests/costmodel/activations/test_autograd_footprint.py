@@ -3,10 +3,16 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention.flex_attention import create_block_mask
 
+from autopar.costmodel.activations import autograd_footprint
 from autopar.costmodel.activations.autograd_footprint import footprint, regatherable
+from autopar.ir.attention import index_functions
+from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX
+from autopar.sbp.candidates import strategies_of
 from tests.costmodel.build import make_op, meta
 from tests.runtime.training import traced
+from tests.sbp import rulecheck
 from tests.zoo import build
 
 i64 = torch.int64
@@ -76,3 +82,24 @@ def test_matrices_of_blocks_may_be_gathered_again(name, left):
     matrices = {item.value.name: item.fqn for item in graph.of_kind("parameter") if len(item.value.shape) == 2}
     assert {matrices[name] for name in matrices.keys() - found - looked_up} == set()
     assert {matrices[name] for name in looked_up & found} == set() and left <= {matrices[name] for name in looked_up}
+
+
+@pytest.mark.parametrize("size", [4, 6, 9])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("target", ["aten.scaled_dot_product_attention.default", FLEX])
+def test_each_step_of_a_ring_saves_as_much_as_the_one_before(
+    target: str, is_causal: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv, rest = [meta(2, 4, 8 * size, 4) for _ in range(3)], (None, 0.0, is_causal)
+    if target == FLEX:
+        masked = create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, 8 * size, 8 * size, device="cpu", BLOCK_SIZE=4
+        )
+        tables = tuple(getattr(masked, name) for name in (*BLOCKS_OF_QUERIES, *BLOCKS_OF_KEYS)) if is_causal else ()
+        name, captured = index_functions.traced(None, masked.mask_mod if is_causal else None, torch.device("cpu"))
+        rest = (tables, captured, name, 0.5, (4, 4))
+    op, _ = rulecheck.make_op(target, *qkv, *rest)
+    (ring,) = [one for one in strategies_of(op, (size,)) if one.signatures[0].role == "ring"]
+    found = autograd_footprint.saved_by_local_op(op, ring, (size,))
+    monkeypatch.setattr(autograd_footprint, "_FEW_STEPS", size)
+    assert found is not None and found == autograd_footprint.saved_by_local_op(op, ring, (size,)) > 0
