@@ -33,13 +33,15 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
         strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, extra)
         strategies[op.name] = strategy
         produced.update((value.name, strategy.output_layout(index)) for index, value in enumerate(op.outputs))
-    one_class_each = {name: name for name in (*strategies, *layouts)}
+    regathered = assignment.regathered
+    if regathered:
+        regathered &= regatherable(graph, {name: name for name in (*strategies, *layouts)})
     return Assignment(
         strategies,
         layouts,
         _kept(assignment, graph, mesh, Assignment(strategies, layouts, {}, outputs)),
         outputs,
-        assignment.regathered & regatherable(graph, one_class_each),
+        regathered,
         _regions(assignment.recomputed, graph),
         _regions(assignment.offloaded, graph),
         assignment.state_on_host & {item.value.name for item in hostable(graph)},

@@ -196,6 +196,10 @@ def _data_dependent(error: Exception) -> str:
     )
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 @contextmanager
 def _without_dump() -> Iterator[None]:
     """A context that drops the dump of the graph, thousands of lines, that torch.export prints if a model branches.
@@ -203,9 +207,8 @@ def _without_dump() -> Iterator[None]:
     Other text on stderr is passed on.
     """
     said, dump, log = io.StringIO(), "", logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = log.level
     try:
-        log.setLevel(logging.ERROR)  # it says that it finds no line of the user's, which the error names
+        log.addFilter(_is_error)  # it says that it finds no line of the user's, which the error names
         with redirect_stderr(said):
             yield
     except TraceError as error:
@@ -213,7 +216,7 @@ def _without_dump() -> Iterator[None]:
             dump = f"{graph}\n"
         raise
     finally:
-        log.setLevel(level)
+        log.removeFilter(_is_error)
         sys.stderr.write(said.getvalue().replace(dump, "") if dump else said.getvalue())
 
 
