@@ -176,15 +176,15 @@ def _times(
 
     `reductions`: the weight of its collectives in backward where all is in turn.
     """
-    ends, is_stored = (flow.value, flow.src.layouts, flow.dst.layouts), flow.is_parameter and flow.is_stored
-    return _known_times(*ends, mesh, cluster, bucket if is_stored else None, is_stored, flow.weights, reductions)
+    ends, is_stored = (flow.src.layouts, flow.dst.layouts), flow.is_parameter and flow.is_stored
+    bucket = bucket if is_stored else None
+    return _known_times(flow.value, ends, mesh, cluster, bucket, is_stored, flow.weights, reductions)
 
 
 @lru_cache(maxsize=512)
 def _known_times(
     value: Value,
-    src: tuple[Layout, ...],
-    dst: tuple[Layout, ...],
+    pair: tuple[tuple[Layout, ...], tuple[Layout, ...]],
     mesh: Mesh,
     cluster: Cluster,
     bucket: InBucket | None,
@@ -192,7 +192,7 @@ def _known_times(
     both: BothWeights,
     reductions: float,
 ) -> Matrices:
-    ends, forward, backward = (src, dst, mesh.shape, cluster), both.forward, both.backward
+    ends, forward, backward = (*pair, mesh.shape, cluster), both.forward, both.backward
 
     def lane(kind: CollectiveKind) -> int:
         return lane_of(cluster.levels, mesh.shape, kind.axes)

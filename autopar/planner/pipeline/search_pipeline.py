@@ -1,7 +1,7 @@
 """`plan_in_stages`: the best plan with stages and microbatches, by a sweep of hand plans and a search of the best."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,6 @@ from autopar.plans.staged_plan import StagedPlan, sub_mesh
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
-from autopar.schedule.orders import Schedule
 
 # The most points of the sweep that are searched, if they are nearly as fast as the best: the search gains about the
 # same on each.
@@ -158,9 +157,8 @@ def plan_in_stages(
             return None
         given = {"model": model, "graph": graph, "cluster": cluster, "request": within, "whole": whole}
         search_point = partial(_search_point, fit, bounds=bounds, **given)
-        by_hand_s = {(point.mesh, point.schedule): point.step_s for point in points}
         for point in points:
-            if not _is_slower(fit, point, bounds, whole.step_s, by_hand_s):
+            if not _is_slower(fit, point, points, bounds, whole.step_s):
                 search_point(point)
         if not fit.waiting and not number:
             if whole.step_s < math.inf:
@@ -183,14 +181,10 @@ def plan_in_stages(
 
 
 def _is_slower(
-    fit: Fit[StagedPlan],
-    point: Staged,
-    bounds: ScheduleBounds,
-    cutoff_s: float,
-    by_hand_s: Mapping[tuple[Mesh, Schedule], float],
+    fit: Fit[StagedPlan], point: Staged, points: Sequence[Staged], bounds: ScheduleBounds, cutoff_s: float
 ) -> bool:
     """Whether no plan with the schedule of `point` on its mesh beats the plans so far, or takes less than `cutoff_s`;
-    once the budget is spent, whether the point itself does not. `by_hand_s`: steps of the points.
+    once the budget is spent, whether the point itself does not. `points`: all of the sweep that may be searched.
 
     If none beats the plans, the point waits in `fit` with its bound: it is searched if no faster plan fits. Points with
     one rank are not asked: their search begins with what would be their bound. Nor are those whose bound is not
@@ -202,7 +196,7 @@ def _is_slower(
     if point.schedule.num_ranks == 1 or math.isinf(to_beat_s) or bounds.cluster.groups is not None:
         return False
     part = fit.budget.part(_SHARE_OF_BOUND)
-    if point.step_s * _bound_share(fit, by_hand_s, bounds, part) < to_beat_s:
+    if point.step_s * _bound_share(fit, points, bounds, part) < to_beat_s:
         return False
     least_s = bounds.least_s(point.mesh, point.schedule, part, to_beat_s)
     if to_beat_s <= least_s < cutoff_s:
@@ -210,16 +204,15 @@ def _is_slower(
     return least_s >= to_beat_s
 
 
-def _bound_share(
-    fit: Fit[StagedPlan], by_hand_s: Mapping[tuple[Mesh, Schedule], float], bounds: ScheduleBounds, budget: Budget
-) -> float:
+def _bound_share(fit: Fit[StagedPlan], points: Sequence[Staged], bounds: ScheduleBounds, budget: Budget) -> float:
     """The bound of the fastest plan so far, which it needs at the end too, over the step of its point in the sweep."""
     plans = (search.plan for search in fit.waiting if search.plan is not None)
     best = min(plans, key=lambda plan: plan.step_s, default=None)
     if best is None or best.schedule.num_ranks == 1:
         return 1.0
-    key = best.stages[0].mesh, best.schedule
-    return bounds.least_s(*key, budget) / by_hand_s[key] if key in by_hand_s else 1.0
+    mesh, schedule = best.stages[0].mesh, best.schedule
+    by_hand = next((one for one in points if (one.mesh, one.schedule) == (mesh, schedule)), None)
+    return 1.0 if by_hand is None else bounds.least_s(mesh, schedule, budget) / by_hand.step_s
 
 
 def _bounded(plan: StagedPlan, bounds: ScheduleBounds, model: Model, budget: Budget) -> StagedPlan:
