@@ -101,6 +101,19 @@ def up_to_sizes(key: Key) -> Key:
     return tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], tuple) else leaf for leaf in leaves), *rest
 
 
+def goes_on(before: Key | None, last: Key | None, key: Key) -> bool:
+    """Whether the call with `key` differs from the last one as that does from the one before, and in sizes alone, as
+    calls with a cache that grows do.
+
+    Ranks that were called alike twice need not ask each other then: one that is called otherwise goes to where ranks
+    meet, and learns there that the others do not.
+    """
+    if before is None or last is None or not up_to_sizes(before) == up_to_sizes(last) == up_to_sizes(key):
+        return False
+    sizes = [[size for leaf in one[0] if isinstance(leaf[0], tuple) for size in leaf[0]] for one in (before, last, key)]
+    return all(b - a == c - b for a, b, c in zip(*sizes, strict=True))
+
+
 def up_to_numbers(key: Key) -> Key:
     """`key` of a program without the values of ints and floats."""
     leaves, *rest = key

@@ -31,6 +31,7 @@ from autopar.runtime.call_key import (
     Key,
     describe_call,
     example_of,
+    goes_on,
     grad_mode_reads,
     own_autograd,
     program_keys,
@@ -73,7 +74,7 @@ from autopar.runtime.rank_agreement import (
     peers_alive,
     take_from_first,
 )
-from autopar.runtime.run_program import check_no_hooks, check_no_transform, is_more_than_forward, on_device, run
+from autopar.runtime.run_program import check_no_hooks, check_no_transform, is_more_than_forward, run, whole_batch
 from autopar.runtime.sizes.call_kind import CallKind, shapes_of
 from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
 from autopar.runtime.sizes.number_kind import NumberKind
@@ -115,6 +116,7 @@ class Runtime:
     first: Loaded | Trainer | None = None
     last: Loaded | Trainer | None = None
     num_met: int = 0  # how often all ranks loaded a program
+    recent: tuple[Key | None, Key | None] = (None, None)  # of the last two calls
     changes: Changes = field(default_factory=Changes)
     calls: Calls = field(default_factory=Calls)
     replaced: ReplacedBuffers = field(default_factory=ReplacedBuffers)
@@ -188,7 +190,10 @@ class Runtime:
         if isinstance(self.last, Trainer):
             if self.loss_fn is None:
                 check_no_hooks(module)
-            return self.last.step(*self._whole_batch(args, kwargs), scale)
+            given = args, kwargs
+            if self.parts is not None:
+                given = whole_batch(*given, self.parts, self.last.parts[0].loaded.axes, self.mesh.device_type)
+            return self.last.step(*given, scale)
         outputs = run(self._alone(), args, kwargs, self.parts, is_whole=False)  # but the loss, of no dims
         return self._backward(outputs, scale)
 
@@ -220,15 +225,6 @@ class Runtime:
         with failing_together(cut.meeting) if (cut := self._cut()) is not None else nullcontext():
             self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
 
-    def _whole_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a step in microbatches, all ranks' parts gathered."""
-        parts, trainer = self.parts, self.last
-        if parts is None or not isinstance(trainer, Trainer):
-            return args, kwargs
-        axes, kind = trainer.parts[0].loaded.axes, self.mesh.device_type
-        moved = {"move": lambda x: on_device(x, "of the batch", kind), "axes": axes}
-        return pytree.tree_map(lambda x: parts.whole(x, **moved), (args, kwargs))
-
     @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs")
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> list[Any]:
         """Make `current()` the program for this call, in which all ranks take part; the leaves of its arguments."""
@@ -238,8 +234,9 @@ class Runtime:
         call, mode, leaves = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
         key = (*mode, self.changes.generation, trains)
         program, over = self.loaded.get(key), self.trials.get(key)
-        if not self.trains and program is None and (known := self.kinds.get(up_to_sizes(key))) is not None:
+        if program is None and goes_on(*self.recent, key) and (known := self.kinds.get(up_to_sizes(key))) is not None:
             program, over = known.recall(key, (args, kwargs), self.loaded, self.trials)
+        self.recent = self.recent[1], key
         if program is None or (over is not None and over.is_over()):
             start_s = time.perf_counter()
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")

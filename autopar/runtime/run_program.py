@@ -116,6 +116,14 @@ def run(
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
 
 
+def whole_batch(
+    args: tuple, kwargs: dict, parts: LocalBatch, axes: tuple[Axis, ...], device_type: str
+) -> tuple[tuple, dict]:
+    """The arguments of a step in microbatches, all ranks' parts gathered."""
+    moved = {"move": lambda x: on_device(x, "of the batch", device_type), "axes": axes}
+    return pytree.tree_map(lambda x: parts.whole(x, **moved), (args, kwargs))
+
+
 def is_more_than_forward(module: nn.Module) -> bool:
     """Whether a call of `module` runs more than the forward of its class: hooks, or a forward around that."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -92,3 +92,45 @@ def has_no_step() -> None:
 
 def test_a_model_for_inference_has_no_step(ranks4: Ranks) -> None:
     ranks4.run(has_no_step)
+
+
+class Attends(nn.Module):
+    """Attention with a cache of its own: a pair of tensors, given and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        query, *own = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.into(x).chunk(3, -1))
+        keys, values = (torch.cat(pair, 2) for pair in zip(past, own))
+        found = nn.functional.scaled_dot_product_attention(query, keys, values)
+        return self.out(found.transpose(1, 2).flatten(2)), (keys, values)
+
+
+def refuses_lengths_that_differ() -> list[str]:
+    torch.manual_seed(0)
+    truth, mesh = Attends(), device_mesh((4,), ("tp",))
+    model = autopar.compile(copy.deepcopy(truth), mesh, cluster=slow_devices(), trains=False)
+    past = expected = (torch.zeros(ROWS, 4, 2, 16), torch.zeros(ROWS, 4, 2, 16))
+    for step in range(16):  # until one program runs all lengths
+        x = torch.randn(ROWS, 1, 64, generator=torch.Generator().manual_seed(step))
+        found, past = model(x, past)
+        result, expected = truth(x, expected)
+        torch.testing.assert_close(found, result.detach())
+        assert isinstance(past[0], DTensor)
+    num_met = model._autopar.num_met
+    found, past = model(x, past)
+    assert model._autopar.num_met == num_met  # a call that goes on asks nobody
+    told = []
+    for length in (30, 31 + torch.distributed.get_rank() % 2):
+        try:
+            model(x, (torch.zeros(ROWS, 4, length, 16), torch.zeros(ROWS, 4, length, 16)))
+        except AutoparError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_lengths_that_differ_between_ranks_are_refused_on_all(ranks4: Ranks) -> None:
+    for (told,) in ranks4.run(refuses_lengths_that_differ):
+        assert "RankMismatch: rank 1 and rank 0 of the mesh were given different arguments" in told
