@@ -17,17 +17,16 @@ from autopar.cli.diff_command import add_diff
 from autopar.cli.export_command import add_export, export_file
 from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.hand_option import plan_by_hand, staged_by_hand, written_json, written_text
-from autopar.cli.inference_options import add_inference, check_kind, example_of, training_of
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
 from autopar.cli.page_option import write_plan_page
 from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
 from autopar.cli.replan_command import add_replan
 from autopar.cli.schedule_command import add_schedule
+from autopar.cli.step_options import add_inference, add_training, check_kind, example_of, training_of
 from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.plan_source import source_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY
-from autopar.costmodel.training import PARAM_DTYPES, REDUCE_DTYPES
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.graph import Graph
@@ -191,27 +190,9 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)"
     )
-    _add_training(parser)
+    add_training(parser)
     parser.add_argument(
         "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning after tracing (default 30)"
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--optimizer", default="adamw", help="the optimizer whose state counts as memory (default adamw)"
-    )
-    parser.add_argument(
-        "--reduce-dtype",
-        choices=REDUCE_DTYPES,
-        default="",
-        help="the dtype in which gradients of parameters are summed over ranks (default: their own)",
-    )
-    parser.add_argument(
-        "--param-dtype",
-        choices=PARAM_DTYPES,
-        default="",
-        help="the dtype in which the model computes, over parameters as they are, with sums in float32 by default",
     )
 
 

@@ -17,8 +17,9 @@ from multiprocessing import forkserver
 from autopar.answers.scaling import ScalingPoint, batch_of, format_points, point_of, points_csv, points_json
 from autopar.cli.interrupt import until_interrupt
 from autopar.cli.pictures import can_draw, draw_scaling
+from autopar.cli.step_options import add_training, training_of
 from autopar.costmodel.cluster.load_cluster import load_cluster
-from autopar.costmodel.training import Training
+from autopar.costmodel.training import PARAM_DTYPES
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices
@@ -52,7 +53,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         "--batch-per-device", type=_numbers, metavar="B,...", help="batches a device (weak scaling), e.g. 1,2"
     )
     parser.add_argument("--price", type=float, default=math.nan, metavar="P", help="of a device for an hour")
-    parser.add_argument("--optimizer", default="adamw", help="as for explain (default adamw)")
+    add_training(parser)
     parser.add_argument(
         "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning for each point (default 30)"
     )
@@ -84,7 +85,8 @@ class PointTask:
 
     def plan(self) -> "Planned":
         """The point, one with an error where there is no plan, and a page's view of its plan if asked for."""
-        graph, cluster = _graph(self.target, self.batch), load_cluster(self.cluster)
+        graph = _graph(self.target, self.batch, self.request.training.param_dtype)
+        cluster = load_cluster(self.cluster)
         try:
             plan = choose_devices(graph, Devices(self.devices), cluster, self.request, predict=rank_peaks)
         except AutoparError as error:
@@ -98,15 +100,16 @@ class PointTask:
 Planned = tuple[ScalingPoint, PlanView | None]
 
 
-_TRACED: dict[tuple[str, int], Graph] = {}  # in a worker: what its parent has traced
+Traced = tuple[str, int, str]  # target, batch, name of the dtype of computation
+_TRACED: dict[Traced, Graph] = {}  # in a worker: what its parent has traced
 
 
 @lru_cache(maxsize=2)
-def _graph(target: str, batch: int) -> Graph:
-    if (target, batch) in _TRACED:
-        return _TRACED[target, batch]
+def _graph(target: str, batch: int, param_dtype: str) -> Graph:
+    if (target, batch, param_dtype) in _TRACED:
+        return _TRACED[target, batch, param_dtype]
     example = load_target(target, sizes={"batch": batch} if batch else NO_SIZES)
-    return graph_of(example)
+    return graph_of(example, PARAM_DTYPES.get(param_dtype))
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -123,7 +126,7 @@ def _sweep(options: argparse.Namespace) -> int:
         if workers > 1:  # imports torch while this process traces
             multiprocessing.set_forkserver_preload([__name__])
             forkserver.ensure_running()
-        first = (options.target, tasks[0].batch)
+        first = (options.target, tasks[0].batch, options.param_dtype)
         traced = {first: _graph(*first)}  # an error of the target is told before all else
         planned, ended = until_interrupt(_planned(tasks, traced, workers, tell), f"of {len(tasks)} points were planned")
     points = tuple(point for point, _ in planned)
@@ -138,7 +141,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
-    request = PlanRequest(training=Training(options.optimizer), time_limit_s=options.time_limit)
+    request = PlanRequest(training=training_of(options), time_limit_s=options.time_limit)
     for cluster in options.cluster.split(","):
         load_cluster(cluster)
         for devices in options.devices:
@@ -155,7 +158,7 @@ def _num_workers(tasks: Sequence[PointTask]) -> int:
 
 
 def _planned(
-    tasks: Sequence[PointTask], traced: Mapping[tuple[str, int], Graph], workers: int, tell: Callable[[str], None]
+    tasks: Sequence[PointTask], traced: Mapping[Traced, Graph], workers: int, tell: Callable[[str], None]
 ) -> Iterator[Planned]:
     """The points, in order; several at a time where there are several cores."""
     if workers == 1:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar import plan
 from autopar.answers.scaling import batch_of, peak_s, point_of, points_csv
 from autopar.cli import main
 from autopar.costmodel.cluster.load_cluster import load_cluster
@@ -12,6 +13,7 @@ from autopar.ir.trace import trace
 from autopar.jobs.workload import read_curves
 from autopar.mesh import Devices
 from autopar.models.catalogue import build_model
+from autopar.models.target import load_target
 from autopar.planner.choose import choose_plan
 from tests.answers.asked_plans import CLUSTER, Deep, asked, graph
 
@@ -67,6 +69,19 @@ def test_each_point_is_the_plan_made_for_it_alone_and_jobs_can_be_scheduled_by_t
     assert told["asked"]["jobs"][0]["ended_s"] == pytest.approx(10 * alone[0])
     assert main([*command[:3], "3", *command[4:]]) == 2
     assert "asks for 4 devices, the cluster has 3" in capsys.readouterr().err
+
+
+def test_points_are_planned_in_the_dtype_asked_for(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(FILE)
+    command = ["sweep", f"{tmp_path}/net.py:build", "--devices", "2,4", "--cluster", "h100", "--json"]
+    assert main([*command, "--param-dtype", "bfloat16", "--reduce-dtype", "bfloat16"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    example = load_target(f"{tmp_path}/net.py:build")
+    alone = [plan(example.model, Devices(n), args=example.args, cluster="h100", **dtypes) for n in (2, 4)]
+    assert [point["step_s"] for point in points] == pytest.approx([one.step_s for one in alone])
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)[0]["step_s"] > 1.05 * points[0]["step_s"]
 
 
 def test_points_that_are_planned_in_turn_are_the_plans_made_for_them_alone():

@@ -1,4 +1,4 @@
-"""The options of `explain` for plans of a call without gradients: --inference, --decode, --batch."""
+"""The options of a step: of training, and of inference, a call without gradients."""
 
 import argparse
 from dataclasses import replace
@@ -11,6 +11,25 @@ from autopar.models.target import load_target
 from autopar.planner.request import training_in
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of training."""
+    parser.add_argument(
+        "--optimizer", default="adamw", help="the optimizer whose state counts as memory (default adamw)"
+    )
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=REDUCE_DTYPES,
+        default="",
+        help="the dtype in which gradients of parameters are summed over ranks (default: their own)",
+    )
+    parser.add_argument(
+        "--param-dtype",
+        choices=PARAM_DTYPES,
+        default="",
+        help="the dtype in which the model computes, over parameters as they are, with sums in float32 by default",
+    )
 
 
 def add_inference(parser: argparse.ArgumentParser) -> None:
