@@ -134,6 +134,8 @@ def code(item: Any) -> str:
             return variable(name)
         case tuple() | list():
             return f"[{', '.join(map(code, item))}]"
+        case Placement(kind="S", dim=dim, sections=(_, *_) as sections):
+            return f"S({int(dim)}, sections={tuple(map(int, sections))})"
         case Placement(kind="S", dim=dim, unit=unit):
             numbers = f"{int(dim)}" if unit == 1 else f"{int(dim)}, {int(unit)}"
             return f"{'shares' if item.shares else 'S'}({numbers})"

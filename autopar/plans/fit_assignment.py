@@ -6,7 +6,7 @@ from autopar.costmodel.state_offload import hostable
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plans.validate import can_be_kept
-from autopar.sbp.analysis.flat_losses import own_order_signatures
+from autopar.sbp.analysis.extra_signatures import extra_signatures
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import Extra, annotate, nearest_strategy, neighbours_of
 from autopar.sbp.placement import I, Layout, format_layout, is_convertible
@@ -25,7 +25,7 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
     candidates = annotate(graph, mesh, near={})  # of layouts only
     layouts = {name: _nearest(assignment.layouts.get(name), offered) for name, offered in candidates.layouts.items()}
     outputs = {name: _nearest(assignment.outputs.get(name), offered) for name, offered in candidates.outputs.items()}
-    produced, strategies, routed = dict(layouts), dict[str, Strategy](), own_order_signatures(graph)
+    produced, strategies, routed = dict(layouts), dict[str, Strategy](), extra_signatures(graph)
     uneven, shared = uneven_extents(graph, graph.ops, mesh.shape), shared_extents(graph, graph.ops, mesh)
     for op in graph.ops:
         reads = tuple(produced[value.name] for value in op.inputs)

@@ -94,7 +94,8 @@ def _parts(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) 
     high = low + np.array(shape, np.int64)
     for place, placement, size in zip(places, layout, mesh_shape):
         if placement.is_split:
-            assert placement.unit == 1 and not placement.shares, f"state is stored as DTensors are, found {placement}"
+            is_plain = placement.unit == 1 and not placement.shares and not placement.sections
+            assert is_plain, f"state is stored as DTensors are, found {placement}"
             first, end = low[:, placement.dim].copy(), high[:, placement.dim].copy()
             most = -(-(end - first) // size)
             low[:, placement.dim] = np.minimum(first + place * most, end)

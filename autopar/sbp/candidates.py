@@ -11,9 +11,10 @@ from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.inference.carried import carried_values
 from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
+from autopar.sbp.analysis.extra_signatures import extra_signatures
+from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN
 from autopar.sbp.op_signatures import SplitDim, discovery_of, extents_of, signatures_of
-from autopar.sbp.placement import I, KeyTuple, Layout, S, is_convertible, is_even, num_parts
+from autopar.sbp.placement import I, KeyTuple, Layout, Placement, S, is_convertible, is_even, num_parts
 from autopar.sbp.rules import rule_of
 from autopar.sbp.rules.given import per_rules
 from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
@@ -40,7 +41,7 @@ def annotate(
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
     kept = graph.once(carried_values)
-    routed = own_order_signatures(graph)
+    routed = extra_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
     return Candidates(
@@ -65,8 +66,8 @@ def annotate(
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Signatures that an op has in a graph beyond its own: those that route tokens, and those in uneven parts; on the
-    axis of shares an op with dims that are `shared` is split in shares or not at all.
+    """Signatures that an op has in a graph beyond its own: `routed`, those that route tokens and those in sections, and
+    those in uneven parts; on the axis of shares an op with dims that are `shared` is split in shares or not at all.
     """
 
     routed: Signatures = ()
@@ -168,9 +169,25 @@ def _valid(
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
         if (extra.uneven or extra.shared) and not (is_even and not any(map(has_units, combination))):
             is_even = are_valid_parts(op, combination, mesh_shape, extra.uneven, extra.shared)
+        if any(_in_sections(one.inputs) for one in combination):
+            is_even = is_even and _have_sections(op, combination, mesh_shape)
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
         if is_even and not is_mixed and not (alone and _is_split_again(alone, combination)):
             yield Strategy(combination)
+
+
+def _have_sections(op: Op, combination: tuple[Signature, ...], mesh_shape: tuple[int, ...]) -> bool:
+    """Whether the sections of every value divide evenly, and no axis splits their dim otherwise."""
+    strategy = Strategy(combination)
+    layouts = [
+        *((value, strategy.input_layout(index)) for index, value in enumerate(op.inputs)),
+        *((value, strategy.output_layout(index)) for index, value in enumerate(op.outputs)),
+    ]
+    return all(is_even(value.shape, layout, mesh_shape) for value, layout in layouts if _in_sections(layout))
+
+
+def _in_sections(placements: Iterable[Placement]) -> bool:
+    return any(placement.sections for placement in placements)
 
 
 def _mixes_orders(op: Op, combination: tuple[Signature, ...]) -> bool:

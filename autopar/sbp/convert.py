@@ -20,6 +20,8 @@ from autopar.sbp.uneven.dim_parts import DimParts
 
 def _parts_of(axis: Axis, placement: Placement, extent: int | None) -> DimParts:
     """The parts of a dim of size `extent` in `placement`; None: they are equal."""
+    if placement.sections:
+        return DimParts(placement.dim, sections=placement.sections, num_parts=axis.size)
     is_even = extent is None or not (placement.shares or extent % (axis.size * placement.unit))
     return DimParts(placement.dim, () if is_even else axis.parts(extent or 0, placement))
 
@@ -343,13 +345,13 @@ def all_gather(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
 def all_to_all(x: torch.Tensor, axis: Axis, src: DimParts, dst: DimParts) -> torch.Tensor:
     """The local part `x` of a tensor in the parts `src`, converted to the part of one in the parts `dst`."""
     x = src.padded(x.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes else x
-    x = dst.spread(x.movedim(dst.dim, 0)).movedim(0, dst.dim) if dst.sizes else x
+    x = dst.spread(x.movedim(dst.dim, 0)).movedim(0, dst.dim) if dst.sizes or dst.sections else x
     parts = torch.stack(x.chunk(axis.size, dst.dim)).contiguous()
     out = torch.empty_like(parts)
     if axis.group is not None:
         timed(dist.all_to_all_single, out, parts, group=axis.group)
     whole = torch.cat(out.unbind(0), dim=src.dim)
-    whole = src.joined(whole.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes else whole
+    whole = src.joined(whole.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes or src.sections else whole
     return dst.own(whole.movedim(dst.dim, 0), axis.index).movedim(0, dst.dim).contiguous() if dst.sizes else whole
 
 
@@ -360,4 +362,4 @@ def _with_zeros(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
     shape[of.dim] = sum(sizes)
     out = x.new_zeros(shape)
     out.narrow(of.dim, sum(sizes[: axis.index]), sizes[axis.index]).copy_(x)
-    return out
+    return of.joined(out.movedim(of.dim, 0)).movedim(0, of.dim).contiguous() if of.sections else out

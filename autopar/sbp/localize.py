@@ -9,7 +9,7 @@ from autopar.ir.graph import Op, Value, arguments_of, resolve
 from autopar.ir.loops.body import LoopBody, body_called, named
 from autopar.ir.loops.scan_op import SCAN
 from autopar.sbp.local_ops import LOCAL_OPS
-from autopar.sbp.placement import local_shape
+from autopar.sbp.placement import local_shape, num_parts
 from autopar.sbp.rules import way_of_loop
 from autopar.sbp.signature import Strategy
 from autopar.sbp.uneven.parts import PartSize, part_shape, part_size
@@ -29,6 +29,8 @@ def localize(
     """
     if op.target == SCAN:
         return (*op.args[:3], named(_local_body(op, strategy, mesh_shape)), *op.args[4:]), op.kwargs
+    if any(one.inputs and one.inputs[0].sections for one in strategy.signatures) and op.target in _CUTS:
+        return _local_cut(op, strategy, mesh_shape), op.kwargs
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
         return op.args, (*op.kwargs, *_parts_of_roles(op, strategy, mesh_shape))
@@ -37,6 +39,16 @@ def localize(
     names = [argument.name for argument in resolve(op.target)._schema.arguments]
     args = tuple(changed.get(name, arg) for name, arg in zip(names, op.args))
     return args, tuple((name, changed.get(name, arg)) for name, arg in op.kwargs)
+
+
+def _local_cut(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments of a canonical cut of a dim of which each rank has a share of every section."""
+    sizes_at, dim_at = _CUTS[op.target]
+    parts = num_parts(strategy.input_layout(0), mesh_shape, op.args[dim_at])
+    return tuple(
+        (tuple(size // parts for size in arg) if isinstance(arg, tuple) else arg // parts) if at in sizes_at else arg
+        for at, arg in enumerate(op.args)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -97,6 +109,11 @@ def _repeat_interleave(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
     return {"output_size": output[0 if bound["dim"] is None else bound["dim"]]}
 
 
+# Ops that cut a dim -> positions of the sizes and bounds along it among their arguments, and that of the dim
+_CUTS: Mapping[str, tuple[tuple[int, ...], int]] = {
+    "aten.split_with_sizes.default": ((1,), 2),
+    "aten.slice.Tensor": ((2, 3), 1),
+}
 LOCAL_ARGUMENTS: Mapping[str, LocalArguments] = {
     "aten.reshape.default": _output_size("shape"),
     "aten.view.default": _output_size("size"),

@@ -22,19 +22,23 @@ class Placement:
     `unit`: of a split whose parts are multiples of so many elements, S(dim/unit), as heads are; see `parts.part_sizes`.
     `shares`: of a split of the batch in unequal parts, S(dim:24+8), the units that each rank gets of so many as they
     are together, and of any other number in proportion (`shared_sizes`).
+    `sections`: of a split in which each rank has its equal share of every section of the dim, S(dim|3x1), one after the
+    other; their sizes in lowest terms, as of queries, keys and values in a fused projection.
     """
 
     kind: str
     dim: int = -1
     unit: int = 1
     shares: tuple[int, ...] = ()
+    sections: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         name = {"I": "B", "R": "B*"}.get(self.kind, self.kind)
         if not self.is_split:
             return name
         unit = "" if self.unit == 1 else f"/{self.unit}"
-        return f"{name}({self.dim}{unit}{f':{format_shares(self.shares)}' if self.shares else ''})"
+        sections = f"|{format_shares(self.sections)}" if self.sections else ""
+        return f"{name}({self.dim}{unit}{f':{format_shares(self.shares)}' if self.shares else ''}{sections})"
 
     __repr__ = __str__
 
@@ -94,10 +98,10 @@ class KeyTuple(tuple[Item, ...]):
         return KeyTuple, (tuple(self),)  # the hash may be another in another process
 
 
-def S(dim: int, unit: int = 1, shares: tuple[int, ...] = ()) -> Placement:
-    """The placement split along `dim`, which is not negative, in multiples of `unit`, and in `shares`."""
+def S(dim: int, unit: int = 1, shares: tuple[int, ...] = (), sections: tuple[int, ...] = ()) -> Placement:
+    """The placement split along `dim`, which is not negative, in multiples of `unit`, in `shares` or each of `sections`."""
     assert dim >= 0, f"S needs a non-negative dim, found {dim}"
-    return Placement("S", dim, unit, shares)
+    return Placement("S", dim, unit, shares, sections)
 
 
 def shares(dim: int, unit: int = 1) -> Placement:
@@ -116,7 +120,8 @@ def E(dim: int) -> Placement:
 
 
 # A layout as numbers, which compare fast: for each axis the dim of a split (of L and E: more than any dim; in units: so
-# many times UNIT more; in shares: SHARED times more for each that are known), or a negative number for another kind.
+# many times UNIT more; in shares or sections: SHARED times more for each that are known), or a negative number for
+# another kind.
 Codes = tuple[int, ...]
 PENDING, WHOLE, USED, OWN = -1, -2, -3, -4
 OWN_DIM = 64  # the code of L(0), and half that of E(0); torch's tensors have at most as many dims
@@ -124,7 +129,7 @@ UNIT = 256
 SHARED = 2**48
 MOST_SHARES = 2**16  # ranks of an axis
 _SHARES = r"(?:[1-9][0-9]{0,4}x)?[1-9][0-9]{0,8}(?:\+(?:[1-9][0-9]{0,4}x)?[1-9][0-9]{0,8})*"
-_NUMBERS: dict[tuple[int, ...], int] = {(): 0}  # of shares, in their codes
+_NUMBERS: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {((), ()): 0}  # of (shares, sections), in their codes
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED, "L": OWN}
 _OF_CODE = {PENDING: P, WHOLE: I, USED: R, OWN: L()}
 
@@ -138,7 +143,7 @@ def codes_of(layout: Layout) -> Codes:
     return tuple(
         [
             placement.dim
-            if placement.kind == "S" and placement.unit == 1 and not placement.shares
+            if placement.kind == "S" and placement.unit == 1 and not placement.shares and not placement.sections
             else _other_code(placement)
             for placement in layout
         ]
@@ -149,7 +154,7 @@ def _other_code(placement: Placement) -> int:
     if not placement.is_split:
         return _OF_KIND[placement.kind]
     if placement.kind == "S":
-        number = _NUMBERS.setdefault(placement.shares, len(_NUMBERS)) if placement.shares else 0
+        number = _NUMBERS.setdefault((placement.shares, placement.sections), len(_NUMBERS))
         return placement.dim + UNIT * placement.unit + SHARED * number
     return placement.dim + (OWN_DIM if placement.kind == "L" else 2 * OWN_DIM)
 
@@ -165,8 +170,8 @@ def placement_of(code: int) -> Placement:
         return _OF_CODE[code]
     number, code = divmod(code, SHARED)
     unit, code = divmod(code, UNIT)
-    shares = tuple(_NUMBERS)[number] if number else ()
-    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM, unit or 1, shares)
+    shares, sections = tuple(_NUMBERS)[number] if number else ((), ())
+    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM, unit or 1, shares, sections)
 
 
 def is_convertible(src: Layout, dst: Layout) -> bool:
@@ -189,7 +194,7 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(rf"S\([0-9]+(?:/[1-9][0-9]*)?:{_SHARES}\)|{_WITHOUT_SHARES}", text)
+    parts = re.findall(rf"S\([0-9]+(?:\|{_SHARES}|(?:/[1-9][0-9]*)?:{_SHARES})\)|{_WITHOUT_SHARES}", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
     plain = {"B": I, "B*": R, "P": P, "L": L()}
@@ -200,10 +205,11 @@ _WITHOUT_SHARES = r"S\([0-9]+/[1-9][0-9]*\)|[SLE]\([0-9]+\)|B\*|B|P|L"
 
 
 def _split_of(text: str) -> Placement:
-    numbers, _, shares = text[2:-1].partition(":")
-    sizes = parse_shares(shares) if shares else ()
+    numbers, _, sections = text[2:-1].partition("|")
+    numbers, _, shares = numbers.partition(":")
+    sizes = [parse_shares(each) if each else () for each in (shares, sections)]
     dim, _, unit = numbers.partition("/")
-    return Placement(text[0], int(dim), int(unit or 1), sizes)
+    return Placement(text[0], int(dim), int(unit or 1), *sizes)
 
 
 def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
@@ -216,23 +222,35 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every split dim exists and its size is a multiple of its number of parts, in units, and none is in
-    shares.
+    """Whether every split dim exists and its size is a multiple of its number of parts, in units, or each of its sections
+    is, and none is in shares.
     """
     if any(placement.shares for placement in layout):
         return False
-    units = {placement.dim: placement.unit for placement in layout if placement.is_split}
+    units = {placement.dim: sum(placement.sections) or placement.unit for placement in layout if placement.is_split}
+    if any(placement.sections for placement in layout) and _mixes_sections(layout):
+        return False
     return all(
         dim < len(shape) and shape[dim] % (num_parts(layout, mesh_shape, dim) * unit) == 0 and shape[dim] > 0
         for dim, unit in units.items()
     )
 
 
+def _mixes_sections(layout: Layout) -> bool:
+    """Whether two axes split one dim in other sections: what one axis leaves has none of the other's."""
+    split = {(placement.dim, placement.sections) for placement in layout if placement.is_split}
+    return len(split) > len({dim for dim, _ in split})
+
+
 def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
     """Whether every split dim exists and has whole units; once its parts differ, all further axes split the same units.
 
-    Parts need not be equal, and ranks behind the last have none. What is in shares is whole before.
+    Parts need not be equal, and ranks behind the last have none. What is in shares is whole before, sections are equal.
     """
+    if any(placement.sections for placement in layout):
+        in_sections = tuple(placement if placement.sections else I for placement in layout)
+        if _mixes_sections(layout) or not is_even(shape, in_sections, mesh_shape):
+            return False
     split = set[int]()
     local, unit_of = list(shape), dict[int, int]()  # of dims whose parts differ
     for placement, size in zip(layout, mesh_shape):
@@ -250,12 +268,15 @@ def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...
 
 
 def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units, with a placement for each axis and
+    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units and no sections (torch saves one run
+    of indices of each rank in a checkpoint, and so wrong ones of a `_StridedShard`), with a placement for each axis and
     no axis larger than what it splits.
     """
     if len(layout) != len(mesh_shape):
         return False
-    is_plain = all(placed.kind in "SI" and placed.unit == 1 and not placed.shares for placed in layout)
+    is_plain = all(
+        placed.kind in "SI" and placed.unit == 1 and not placed.shares and not placed.sections for placed in layout
+    )
     if not is_plain or not can_split(shape, layout, mesh_shape):
         return False
     return all(shape[placed.dim] >= num_parts(layout, mesh_shape, placed.dim) for placed in layout if placed.is_split)

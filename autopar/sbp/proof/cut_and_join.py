@@ -27,6 +27,11 @@ def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Co
 
 def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
     if placement.kind == "S":
+        if placement.sections:
+            unit = x.shape[placement.dim] // sum(placement.sections)
+            sections = x.split([unit * section for section in placement.sections], placement.dim)
+            shares = zip(*(section.chunk(size, placement.dim) for section in sections), strict=True)
+            return [torch.cat(share, placement.dim) for share in shares]
         if placement.shares:
             return list(x.split(shared_sizes(x.shape[placement.dim], placement.shares, placement.unit), placement.dim))
         units, unit = x.shape[placement.dim] // placement.unit, placement.unit
@@ -51,6 +56,10 @@ def join(parts: Parts, layout: Layout) -> torch.Tensor:
 
 
 def _join_once(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
+    if placement.kind == "S" and placement.sections:
+        unit = group[0].shape[placement.dim] // sum(placement.sections)
+        shares = (x.split([unit * section for section in placement.sections], placement.dim) for x in group)
+        return torch.cat([share for section in zip(*shares, strict=True) for share in section], placement.dim)
     if placement.kind == "S":
         return torch.cat(group, placement.dim)
     if placement.kind == "P":
