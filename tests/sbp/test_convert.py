@@ -16,12 +16,13 @@ from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute
 from tests.sbp.exercise import record
 from tests.sbp.simulate import on_threads
 
-PLACEMENTS = (S(0), S(1), P, I, R)
+SECTIONS = S(1, sections=(2, 1))
+PLACEMENTS = (S(0), S(1), SECTIONS, P, I, R)
 JOINT = [((2, 2), (0, 1)), ((2, 2, 2), (0, 2)), ((2, 3), (0, 1)), ((3, 2), (0, 1)), ((2, 2, 2), (0, 1, 2))]
 PAIRS = [
     (src, dst)
     for src, dst in itertools.product(PLACEMENTS, repeat=2)
-    if src == dst or (src.kind, dst.kind) in CONVERSIONS
+    if src == dst or ((src.kind, dst.kind) in CONVERSIONS and {src, dst} != {S(1), SECTIONS})  # by way of the whole
 ]
 
 
@@ -50,7 +51,7 @@ def converted(
 @pytest.mark.parametrize(("src", "dst"), PAIRS, ids=str)
 def test_convert_moves_values_and_gradients(src: Placement, dst: Placement, size: int) -> None:
     torch.manual_seed(0)
-    x = torch.randn(6, 12, dtype=torch.float64)
+    x = torch.randn(6, 18, dtype=torch.float64)
     out, grad = converted(src, dst, (size,), (0,), x)
     torch.testing.assert_close(out, x)
     torch.testing.assert_close(grad, x)
@@ -61,8 +62,8 @@ def test_convert_issues_what_redistribute_says(src: Placement, dst: Placement) -
     """On every rank the collectives of the step, to the byte."""
     (step,) = redistribute((src,), (dst,))
     with record((2,)) as issued:
-        converted(src, dst, (2,), (0,), torch.randn(4, 4, dtype=torch.float64))
-    expected = Counter(collectives_of(step, (4, 4), 8, (2,), needs_grad=True))
+        converted(src, dst, (2,), (0,), torch.randn(4, 6, dtype=torch.float64))
+    expected = Counter(collectives_of(step, (4, 6), 8, (2,), needs_grad=True))
     assert [issued[rank] for rank in issued] == [expected] * (2 if expected else 0)
 
 
@@ -73,14 +74,14 @@ def test_several_axes_at_once(
 ) -> None:
     """Values and gradients lie in mesh order, and each rank issues what `redistribute` says, to the byte."""
     torch.manual_seed(0)
-    x = torch.randn(24, 24, dtype=torch.float64)
+    x = torch.randn(24, 72, dtype=torch.float64)
     before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
     (step,) = redistribute(before, after)
     with record(mesh_shape) as issued:
         out, grad = converted(src, dst, mesh_shape, axes, x)
     torch.testing.assert_close(out, x)
     torch.testing.assert_close(grad, x)
-    expected = Counter(collectives_of(step, (24, 24), 8, mesh_shape, needs_grad=True))
+    expected = Counter(collectives_of(step, (24, 72), 8, mesh_shape, needs_grad=True))
     assert step.axes == axes and all(collective.axes == axes for collective in expected)
     assert [issued[rank] for rank in issued] == [expected] * (math.prod(mesh_shape) if expected else 0)
 
@@ -95,6 +96,8 @@ BUCKETS = [
         "gather whole": [(S(1), I), (S(0), I), (S(2), I)],
         "scatter": [(P, S(0)), (P, S(2)), (P, S(1))],
         "slice": [(I, S(1)), (I, S(0)), (I, S(0))],
+        "gather sections": [(S(0, sections=(1, 1)), R), (S(1), R), (S(1, sections=(2, 1)), R)],
+        "scatter sections": [(P, S(0, sections=(1, 1))), (P, S(2)), (P, S(1, sections=(2, 1)))],
     }.items()
     for sources, targets in [tuple(zip(*changes))]
 ]
@@ -108,7 +111,7 @@ def test_a_bucket_is_each_conversion_with_one_collective(
     """Values, gradients and gradients of gradients are those of the conversions one by one; one collective each way."""
     torch.manual_seed(0)
     size = math.prod(mesh_shape[axis] for axis in axes)
-    shapes = [(size * 2, size, size), (size, size * 3, size), (size, size, size)]
+    shapes = [(size * 2, size, size), (size, size * 3, size), (size, size * 3, size)]
     joint = (axes,) if len(axes) > 1 else ()
     count = math.prod(mesh_shape)
     wholes = [torch.randn(count, *shape, dtype=torch.float64) for shape in shapes]

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op, Value, arguments_of
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 from autopar.sbp.analysis.megatron_pairs import product_slots, values_from_parameters
 from autopar.sbp.op_signatures import signatures_of_call
@@ -104,7 +104,7 @@ def _bounds(graph: Graph, dims: Dims) -> Bounds:
 def _bounds_before(op: Op, value: Value, dims: Dims, bounds: Bounds) -> set[int]:
     """The indices between which `op` cuts the columns of its input `value`, or what reads its outputs does."""
     dim = dims[value.name]
-    if op.target in (_SELECT, _UNBIND) and op.args[1:2] == (dim,):
+    if op.target in (_SELECT, _UNBIND) and arguments_of(op)["dim"] == dim:
         return {op.args[2], op.args[2] + 1} if op.target == _SELECT else set(range(value.shape[dim]))
     if _cut_dim(op) == dim:
         starts = (op.args[2],) if op.target == _SLICE else itertools.accumulate(op.args[1][:-1], initial=0)
