@@ -6,7 +6,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-WIDTH, HEADS, KEY_HEADS, SIZE = 32, 4, 4, 8
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.plans.fit_assignment import fit_assignment
+from autopar.plans.plan import Plan, plan_of
+from autopar.sbp.analysis.section_signatures import section_signatures
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
+from autopar.sbp.op_signatures import signatures_of_call
+from autopar.sbp.placement import I, Layout, S
+from autopar.sbp.signature import Strategy
+from tests.zoo import Case
+
+WIDTH, HEADS, KEY_HEADS, SIZE = 48, 24, 12, 2
 BATCH, TOKENS = 4, 6
 
 
@@ -16,7 +29,7 @@ class Attention(nn.Module):
     def __init__(self, columns: int = 3 * WIDTH, *, has_bias: bool = True) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, columns, bias=has_bias)
-        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[batch, heads, tokens, size] each."""
@@ -78,12 +91,12 @@ class Sliced(Attention):
     """As Phi-3: fewer key heads than query heads, cut by slices."""
 
     def __init__(self) -> None:
-        super().__init__((HEADS * 2 + 2 * KEY_HEADS) * SIZE // 2, has_bias=False)
+        super().__init__((HEADS + 2 * KEY_HEADS) * SIZE, has_bias=False)
 
     def heads(self, x):
         qkv = self.qkv(x)
-        q, k, v = HEADS * SIZE, KEY_HEADS // 2 * SIZE, KEY_HEADS // 2 * SIZE
-        return _heads(qkv[..., :q], qkv[..., q : q + k], qkv[..., q + k : q + k + v])
+        q, k = HEADS * SIZE, KEY_HEADS * SIZE
+        return _heads(qkv[..., :q], qkv[..., q : q + k], qkv[..., q + k :])
 
 
 class HeadsFirst(Sliced):
@@ -91,7 +104,7 @@ class HeadsFirst(Sliced):
 
     def heads(self, x):
         qkv = self.qkv(x).unflatten(-1, (-1, SIZE))
-        q, k, v = qkv.split((HEADS, KEY_HEADS // 2, KEY_HEADS // 2), dim=2)
+        q, k, v = qkv.split((HEADS, KEY_HEADS, KEY_HEADS), dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -124,7 +137,7 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up, self.down = nn.Linear(WIDTH, 128, bias=False), nn.Linear(64, WIDTH, bias=False)
+        self.gate_up, self.down = nn.Linear(WIDTH, 96, bias=False), nn.Linear(48, WIDTH, bias=False)
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -156,5 +169,34 @@ def model_of(block: str) -> nn.Module:
     return Model(BLOCKS[block]).double()
 
 
+def case_of(block: str) -> Case:
+    """The model with a batch; its output is its loss."""
+    return Case(model_of(block), (batch(),), {}, lambda loss: loss)
+
+
 def batch() -> torch.Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def plan_in_sections(graph: Graph, mesh: Mesh, *, is_on_all: bool, is_stored_alike: bool) -> Plan:
+    """A plan that splits fused projections in sections on the last axis, and on the first by samples, or on all axes.
+
+    `is_stored_alike`: weights are stored in runs of the dim that is read in sections, not of the other one.
+    """
+    signatures, candidates = section_signatures(graph), annotate(graph, mesh)
+    strategies, stored = dict[str, Strategy](), dict[str, Layout]()
+    for op in (op for op in graph.ops if op.name in signatures):
+        own = signatures[op.name][0]
+        batch = [one for one in signatures_of_call(op) if one.outputs[0] == S(0) and not one.role]
+        outer = own if is_on_all or not batch else batch[0]
+        strategies[op.name] = Strategy((*[outer] * (mesh.ndim - 1), own))
+        assert strategies[op.name] in candidates.strategies[op.name]
+        for slot, value in enumerate(op.inputs):
+            if value.name in candidates.layouts and own.inputs[slot].sections:
+                dim = own.inputs[slot].dim if is_stored_alike or len(value.shape) == 1 else 1 - own.inputs[slot].dim
+                layout = strategies[op.name].input_layout(slot)
+                stored[value.name] = tuple(S(dim) if one.is_split else I for one in layout)
+    chosen = fit_assignment(Assignment(strategies, stored, {}, {}), graph, mesh)
+    assert all(chosen.strategies[name] == strategy for name, strategy in strategies.items())
+    assert all(chosen.layouts[name] == layout for name, layout in stored.items())
+    return plan_of(graph, chosen, mesh, load_cluster("free-links"))

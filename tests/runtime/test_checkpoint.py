@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from tests.fused_projections import case_of, plan_in_sections
 from tests.runtime import training
 from tests.runtime.staged import loss_of, plan_of_sample, sample, under
 from tests.runtime.training import (
@@ -83,10 +84,23 @@ def uneven(sizes: dict[str, int], plan: tuple[tuple[int, ...], str] | None) -> R
     return Run(case.model, lambda: forward_backward(case))
 
 
+def fused(block: dict[str, str], plan: tuple[tuple[int, ...], bool] | None) -> Run:
+    """A model of this fused projection, computed in sections on all axes of a mesh or the last; or on one device."""
+    case = case_of(**block)
+    if plan is not None:
+        shape, is_on_all = plan
+        mesh = Mesh(shape, ("dp", "tp")[: len(shape)])
+        chosen = plan_in_sections(traced(case), mesh, is_on_all=is_on_all, is_stored_alike=False)
+        case = training.under(chosen, case, device_mesh(shape, mesh.axis_names))
+        case.model(*case.args, **case.kwargs)
+    return Run(case.model, lambda: forward_backward(case))
+
+
 # a stage holds a part of the state, whose groups of parameters have no like on one device: it is saved by name
 SAVED = {
     called: StateDictOptions(),
     uneven: StateDictOptions(),
+    fused: StateDictOptions(),
     stepped: StateDictOptions(flatten_optimizer_state_dict=True),
 }
 
@@ -170,4 +184,10 @@ def test_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: 
 def test_of_parts_that_differ(ranks4: Ranks, plans: tuple[Any, Any]) -> None:
     """51 tokens, 5 heads of 4: some ranks store smaller parts of a parameter and of its optimizer state, or none."""
     for found in ranks4.run(checkpoint_moves, uneven, {}, *plans):
+        assert max(found.values()) < 1e-9, found
+
+
+@pytest.mark.parametrize("block", ["Conv1D", "Sliced"])
+def test_of_fused_projections(ranks4: Ranks, block: str) -> None:
+    for found in ranks4.run(checkpoint_moves, fused, {"block": block}, ((2, 2), False), ((4,), True)):
         assert max(found.values()) < 1e-9, found

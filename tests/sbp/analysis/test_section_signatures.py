@@ -92,8 +92,8 @@ def test_nothing_else_is() -> None:
 
 def test_sections_divide() -> None:
     """Where they do not, there is no such candidate; a dim is split in one set of sections."""
-    mesh = Mesh((3,), ("a",))
     graph = graph_of("Split")
+    mesh = Mesh((5,), ("a",))
     assert not any("|" in str(one) for found in annotate(graph, mesh).strategies.values() for one in found)
     graph, mesh = graph_of("Sliced"), Mesh((2, 2), ("a", "b"))
     found = {str(one) for each in annotate(graph, mesh).strategies.values() for one in each}
