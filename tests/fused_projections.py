@@ -24,16 +24,16 @@ BATCH, TOKENS = 4, 6
 
 
 class Attention(nn.Module):
-    """A block of attention and an MLP; subclasses say how queries, keys and values are made."""
+    """A block of attention and an MLP; subclasses make queries, keys and values in other ways."""
 
     def __init__(self, columns: int = 3 * WIDTH, *, has_bias: bool = True) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, columns, bias=has_bias)
         self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
 
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[batch, heads, tokens, size] each."""
-        raise NotImplementedError
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[batch, heads, tokens, size] each; here as nanoGPT makes them."""
+        return _heads(*self.qkv(x).split(WIDTH, dim=2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads(self.norm(x))
@@ -45,13 +45,6 @@ class Attention(nn.Module):
 
 def _heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in tensors)
-
-
-class Split(Attention):
-    """As nanoGPT."""
-
-    def heads(self, x):
-        return _heads(*self.qkv(x).split(WIDTH, dim=2))
 
 
 class Conv1D(Attention):
@@ -120,7 +113,7 @@ class CutTwice(Attention):
         return _heads(q, *(kv + self.bias).chunk(2, dim=-1))
 
 
-class Adapted(Split):
+class Adapted(Attention):
     """As peft's LoRA: the sum of two products is cut."""
 
     def __init__(self) -> None:
@@ -159,7 +152,7 @@ class Model(nn.Module):
 
 BLOCKS: Mapping[str, Callable[[], nn.Module]] = {
     block.__name__: block
-    for block in (Split, Conv1D, Unbound, Multihead, Sliced, HeadsFirst, CutTwice, Adapted, Gated)
+    for block in (Attention, Conv1D, Unbound, Multihead, Sliced, HeadsFirst, CutTwice, Adapted, Gated)
 }
 
 

@@ -124,6 +124,12 @@ def local_name(target: str) -> str:
     return name if overload == "default" else f"{name}_{overload}"
 
 
+def _split(placement: Placement) -> str:
+    numbers = f"{int(placement.dim)}" if placement.unit == 1 else f"{int(placement.dim)}, {int(placement.unit)}"
+    sections = f", sections={tuple(map(int, placement.sections))}" if placement.sections else ""
+    return f"{'shares' if placement.shares else 'S'}({numbers}{sections})"
+
+
 def code(item: Any) -> str:
     """An argument as Python source; AutoparError if it is no literal, since its repr could be any text."""
     match item:
@@ -134,11 +140,8 @@ def code(item: Any) -> str:
             return variable(name)
         case tuple() | list():
             return f"[{', '.join(map(code, item))}]"
-        case Placement(kind="S", dim=dim, sections=(_, *_) as sections):
-            return f"S({int(dim)}, sections={tuple(map(int, sections))})"
-        case Placement(kind="S", dim=dim, unit=unit):
-            numbers = f"{int(dim)}" if unit == 1 else f"{int(dim)}, {int(unit)}"
-            return f"{'shares' if item.shares else 'S'}({numbers})"
+        case Placement(kind="S"):
+            return _split(item)
         case Placement(kind="L" | "E" as kind, dim=dim):
             return f"{kind}({int(dim)})"
         case Placement(kind="P" | "I" | "R" as kind):

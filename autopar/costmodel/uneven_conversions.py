@@ -102,9 +102,11 @@ def _moves(pattern: Codes) -> tuple[tuple[tuple[int, ...], Callable[[Codes], Cod
 @lru_cache(maxsize=256)
 def _with_units(layouts: Layouts) -> np.ndarray:
     """bool[layouts]: whether a split is in units, of which an axis may not divide the number although it divides the
-    extent, in shares or in sections. What is split in these is converted to another split of the dim by way of the whole.
+    extent, in shares or in sections. From these to another split of the dim a value goes by way of the whole.
     """
-    has_units = (any(one.is_split and (one.unit > 1 or bool(one.shares or one.sections)) for one in layout) for layout in layouts)
+    has_units = (
+        any(one.is_split and (one.unit > 1 or bool(one.shares or one.sections)) for one in layout) for layout in layouts
+    )
     return np.array([*has_units], dtype=bool)
 
 

@@ -99,7 +99,7 @@ class KeyTuple(tuple[Item, ...]):
 
 
 def S(dim: int, unit: int = 1, shares: tuple[int, ...] = (), sections: tuple[int, ...] = ()) -> Placement:
-    """The placement split along `dim`, which is not negative, in multiples of `unit`, in `shares` or each of `sections`."""
+    """The placement split along `dim`, which is not negative, in multiples of `unit`, in `shares` or in `sections`."""
     assert dim >= 0, f"S needs a non-negative dim, found {dim}"
     return Placement("S", dim, unit, shares, sections)
 
@@ -222,8 +222,8 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every split dim exists and its size is a multiple of its number of parts, in units, or each of its sections
-    is, and none is in shares.
+    """Whether every split dim exists and its size, or that of each of its sections, is a multiple of its number of
+    parts, in units, and none is in shares.
     """
     if any(placement.shares for placement in layout):
         return False

@@ -7,7 +7,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.verify.check_placements import check
 from tests.fused_projections import BLOCKS, case_of, plan_in_sections
-from tests.runtime.training import LEAST, issued, planned, state_of, train, traced, under, worst
+from tests.runtime.training import LEAST, issued, planned, state_of, traced, train, under, worst
 from tests.workers import Ranks, device_mesh
 from tests.zoo import Case, build
 

@@ -254,8 +254,8 @@ def _moved_bytes(op: Op, option: Option, placed: Placed) -> int:
 
 
 def _free(wanted: Placement) -> Placement:
-    """The placement in which a parameter is stored for a use in `wanted`: never `R` or `P`."""
-    return wanted if wanted.is_split else I
+    """The placement in which a parameter is stored for a use in `wanted`: never `R`, `P` or in sections."""
+    return wanted if wanted.is_split and not wanted.sections else I
 
 
 def _conversion_bytes(value: Value, src: Placement, dst: Placement) -> int:

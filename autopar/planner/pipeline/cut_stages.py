@@ -68,7 +68,8 @@ def _even_part(shape: tuple[int, ...], produced: Layout, mesh: Mesh) -> Layout:
         else:
             plain = tuple(I if one.shares else one for one in more)
             is_free = not any(one.shares and one.dim == placement.dim for one in others)
-            is_kept = placement.kind == "S" and placement.unit == 1 and not placement.sections and is_free and is_even(shape, plain, mesh.shape)
+            is_plain = placement.kind == "S" and placement.unit == 1 and not placement.sections
+            is_kept = is_plain and is_free and is_even(shape, plain, mesh.shape)
         kept = more if is_kept else kept
     return kept
 

@@ -1,9 +1,9 @@
 """Fused projections: products by a parameter whose columns are cut in sections, as queries, keys and values are.
 
-A part of all columns is no part of each section. But columns do not see each other in a product, nor in what is computed
-element by element up to the cut, so their order does not matter there: each rank may compute its share of every
-section, S(d|3x1), and the cut gives it its part of each. The parameter, and its bias, are converted to that split where
-they are read. Stored they are as DTensors are, whole or in runs of one dim.
+A part of all columns is no part of each section. But columns do not see each other in a product, nor in what is
+computed element by element up to the cut, so their order does not matter there: each rank may compute its share of
+every section, S(d|3x1), and the cut gives it its part of each. The parameter and its bias are converted to that split
+where they are read. Stored they are as DTensors are, whole or in runs of one dim.
 
 Dims are followed from the products on, in graph order; then sections from the cuts back.
 """
@@ -158,7 +158,7 @@ def _placed(signature: Signature, sections: Sections) -> Signature:
 
 
 def _of_cut(op: Op, sections: Sections, bounds: Bounds) -> Signature:
-    """The signature of a cut of a dim in sections: an output of several is in these, one of a single section in parts."""
+    """The signature of a cut of a dim in sections: an output of several sections is split in these."""
     dim = _cut_dim(op)
     ends = [*itertools.accumulate(sections, initial=0)]
     unit = op.inputs[0].shape[dim] // ends[-1]
