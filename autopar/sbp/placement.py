@@ -268,9 +268,9 @@ def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...
 
 
 def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units and no sections (torch saves one run
-    of indices of each rank in a checkpoint, and so wrong ones of a `_StridedShard`), with a placement for each axis and
-    no axis larger than what it splits.
+    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units and no sections (a checkpoint of
+    torch has one run of indices of each rank, and so none of a `_StridedShard` alone), with a placement for each axis
+    and no axis larger than what it splits.
     """
     if len(layout) != len(mesh_shape):
         return False
