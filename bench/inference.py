@@ -33,7 +33,7 @@ from bench.report import Cells, Row, Table, add
 from bench.rows import parser, selected
 from bench.shapes import VOCABULARY, gpt2
 
-MODEL, CLUSTER, MESH, HAND = "llama3-70b", "h100", Mesh((8,), ("a0",)), "megatron:tp=8"
+MODEL, CLUSTER, DEVICES, HAND = "llama3-70b", "h100", 8, "megatron:tp=8"
 CALLS = {  # name -> (samples, tokens before the one that is decoded; None: prefill)
     "prefill, 32 prompts of 8192 tokens": (32, None),
     "decode, 64 samples, 8192 tokens before": (64, 8192),
@@ -73,12 +73,15 @@ def plan_row(call: str) -> Row:
     samples, past = CALLS[call]
     example = inference_example(MODEL, load_target(MODEL, sizes={"batch": samples}), past)
     start_s, cpu_s = time.perf_counter(), time.process_time()
-    found = autopar.plan(example.model, MESH, cluster=CLUSTER, args=example.args, kwargs=example.kwargs, trains=False)
+    found = autopar.plan(
+        example.model, str(DEVICES), cluster=CLUSTER, args=example.args, kwargs=example.kwargs, trains=False
+    )
     taken = {"seconds": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_s}
     assert isinstance(found, Plan), "a call has no stages"
-    hand = named_plan(HAND, example.model, found.graph, MESH, load_cluster(CLUSTER), FORWARD_ALONE)
+    mesh = Mesh((DEVICES,), ("a0",))
+    hand = named_plan(HAND, example.model, found.graph, mesh, load_cluster(CLUSTER), FORWARD_ALONE)
     prices = {"step_s": found.step_s, "bound_s": found.lower_bound_s, "hand_s": hand.step_s}
-    peaks = {"peak_bytes": max(found.peak_bytes), "found_by": found.found_by}
+    peaks = {"peak_bytes": max(found.peak_bytes), "found_by": found.found_by, "mesh": str(found.mesh)}
     return {"row": plan_name(call), **prices, **peaks, **taken}
 
 
@@ -120,8 +123,8 @@ def _timed(model: Any, prompt: torch.Tensor) -> tuple[float, torch.Tensor]:
 
 
 def _plan_cells(row: Row) -> Iterable[Cells]:
-    prices = [f"{1e3 * row[key]:.4g}" for key in ("step_s", "hand_s", "bound_s")]
-    yield row["row"], *prices, f"{row['peak_bytes'] / 2**30:.1f}", row["found_by"], f"{row['cpu_s']:.0f}"
+    prices = [f"{1e3 * row[key]:.2f}" for key in ("step_s", "hand_s", "bound_s")]
+    yield row["row"], row["mesh"], *prices, f"{row['peak_bytes'] / 2**30:.1f}", row["found_by"], f"{row['cpu_s']:.0f}"
 
 
 def _generate_cells(row: Row) -> Iterable[Cells]:
@@ -133,9 +136,9 @@ def _generate_cells(row: Row) -> Iterable[Cells]:
 
 PLANS = Table(
     "Plans of inference",
-    f"By price, bfloat16, on 8 devices of {CLUSTER}; by hand: {HAND}. Prefill gives the cache and the last token's"
+    f"By price, bfloat16, on {DEVICES} devices of {CLUSTER}; by hand: {HAND}. Prefill gives the cache and the last token's"
     " logits; decode, one token of each sample.",
-    ("call", "found, ms", "by hand, ms", "bound, ms", "peak, GiB", "found by", "CPU of planning, s"),
+    ("call", "mesh", "found, ms", "by hand, ms", "bound, ms", "peak, GiB", "found by", "CPU of planning, s"),
     tuple(map(plan_name, CALLS)),
     _plan_cells,
 )

@@ -7,10 +7,19 @@ from tests.workers import Ranks
 
 
 def test_rows_of_plans() -> None:
-    prices = {"step_s": 0.0164, "hand_s": 0.0175, "bound_s": 0.0117, "peak_bytes": 2**30, "found_by": "search"}
+    prices = {
+        "step_s": 0.0164,
+        "hand_s": 0.0175,
+        "bound_s": 0.0117,
+        "peak_bytes": 2**30,
+        "found_by": "search",
+        "mesh": "tp=8",
+    }
     row = {"row": inference.plan_name(next(iter(inference.CALLS))), **prices, "cpu_s": 50.0, "seconds": 60.0}
     (cells,) = inference.PLANS.cells(row)
-    assert cells[1:] == ("16.4", "17.5", "11.7", "1.0", "search", "50") and len(cells) == len(inference.PLANS.header)
+    assert cells[1:] == ("tp=8", "16.40", "17.50", "11.70", "1.0", "search", "50") and len(cells) == len(
+        inference.PLANS.header
+    )
 
 
 def measured() -> dict:
