@@ -136,8 +136,8 @@ def _generate_cells(row: Row) -> Iterable[Cells]:
 
 PLANS = Table(
     "Plans of inference",
-    f"By price, bfloat16, on {DEVICES} devices of {CLUSTER}; by hand: {HAND}. Prefill gives the cache and the last token's"
-    " logits; decode, one token of each sample.",
+    f"By price, bfloat16, on {DEVICES} devices of {CLUSTER}; by hand: {HAND}. Prefill gives the cache and the last"
+    " token's logits; decode, one token of each sample.",
     ("call", "mesh", "found, ms", "by hand, ms", "bound, ms", "peak, GiB", "found by", "CPU of planning, s"),
     tuple(map(plan_name, CALLS)),
     _plan_cells,

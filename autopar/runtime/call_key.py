@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, warn
 from autopar.ir.autocast import autocast_on
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.guards.example_values import keep_value
+from autopar.ir.inference.kv_caches import remedy_of
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import pytree
 
@@ -80,8 +81,7 @@ def example_of(leaf: Any, parts: LocalBatch | None) -> Any:
         return leaf
     raise AutoparError(
         f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
-        " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
-        " the call"
+        f" numbers, strings, None and tuples, lists, dicts and dataclasses of these; {remedy_of(leaf)}"
     )
 
 

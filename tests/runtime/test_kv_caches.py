@@ -86,6 +86,18 @@ def test_a_cache_that_dropped_tokens_is_refused(ranks4: Ranks) -> None:
     ranks4.run(refuses_a_cache_that_dropped_tokens)
 
 
+def refuses_other_caches() -> None:
+    from transformers import StaticCache
+
+    model = compiled(llama())
+    with pytest.raises(AutoparError, match=r"StaticCache; expected tensors.*give a transformers[.]DynamicCache"):
+        model(words(4), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+
+
+def test_other_caches_are_refused_by_name(ranks4: Ranks) -> None:
+    ranks4.run(refuses_other_caches)
+
+
 class Silent(nn.Module):
     """Writes to a cache and does not give it."""
 

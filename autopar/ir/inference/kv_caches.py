@@ -99,6 +99,15 @@ def caches_numbered(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def remedy_of(leaf: Any) -> str:
+    """The remedy for an argument that is no tree of tensors."""
+    if any(f"{kind.__module__}.{kind.__name__}" == "transformers.cache_utils.Cache" for kind in type(leaf).__mro__):
+        return (
+            "of caches give a transformers.DynamicCache (leave out cache_implementation), which is appended to in place"
+        )
+    return "turn it into one of them before the call"
+
+
 def check_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """AutoparError if a call is given a cache that has dropped tokens behind a sliding window."""
     for cache in caches_given(args, kwargs):
