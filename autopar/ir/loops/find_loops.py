@@ -117,6 +117,8 @@ def _longest_at(
 ) -> tuple[StepLoop | None, int]:
     """(the loop of which copy `at` is the first step, the copy that no longer belongs to it)."""
     first = start + at * block
+    if _reads_other_inputs(graph, wiring, first + block, block):
+        return None, at + 1
     steady = _places(graph, wiring, first, first + block, block)
     if steady is None or not _begins(graph, wiring, first, steady):
         return None, at + 1
@@ -134,6 +136,17 @@ def _longest_at(
         return None, at + 1
     initial = tuple(wiring.sources[first : first + block])
     return StepLoop(first, block, steps, steady, initial, strides, steps), at + steps
+
+
+def _reads_other_inputs(graph: Graph, wiring: Wiring, start: int, block: int) -> bool:
+    """Whether the step at op `start` reads an input of the graph where the step behind it reads another, as layers do
+    that have parameters of their own.
+    """
+    return any(
+        source[0] < 0 and source != later and graph.ops[number].target != SELECT
+        for number in range(start, start + block)
+        for source, later in zip(wiring.sources[number], wiring.sources[number + block])
+    )
 
 
 def _places(graph: Graph, wiring: Wiring, first: int, start: int, block: int) -> tuple[tuple[Place, ...], ...] | None:
