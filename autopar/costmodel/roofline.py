@@ -12,7 +12,7 @@ from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Op, arguments_of
-from autopar.ir.inference.append_op import APPEND
+from autopar.ir.inference.append_op import APPEND, WRITE
 from autopar.ir.loops.body import body_called
 from autopar.ir.loops.scan_op import SCAN
 from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, Shapes, facts_of, family, share_of_step
@@ -44,13 +44,13 @@ def training_flops(op: Op) -> float:
 
 
 def op_bytes(op: Op, inputs: Shapes, outputs: Shapes) -> float:
-    """Bytes that a forward of `op` reads and writes; 0 for views, and of what is appended to the new rows alone."""
+    """Bytes that a forward of `op` reads and writes; 0 for views, of writes in place the new rows alone."""
     if footprint(op).is_view:
         return 0.0
     read = [math.prod(shape) * value.dtype.itemsize for shape, value in zip(inputs, op.inputs)]
     written = sum(math.prod(shape) * value.dtype.itemsize for shape, value in zip(outputs, op.outputs))
-    if op.target == APPEND:
-        return 2.0 * read[1]
+    if op.target in (APPEND, WRITE):
+        return 2.0 * read[-1]
     if facts_of(op.target).is_lookup:
         read[0] = min(read[0], written)
     return float(sum(read) + written)

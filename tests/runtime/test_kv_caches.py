@@ -62,6 +62,26 @@ def test_calls_write_to_the_cache_they_are_given(ranks4: Ranks, make: Any, has_w
     ranks4.run(writes_to_the_cache_it_is_given, make, has_window)
 
 
+def writes_to_memory_made_before() -> None:
+    from transformers import StaticCache
+
+    truth = llama()
+    model, places, held = compiled(truth), [], []
+    own, expected = (StaticCache(config=truth.config, max_cache_len=16) for _ in range(2))
+    for num in (2, 5):  # of tokens, the second time after a longer prompt
+        assert torch.equal(tokens_by_hand(model, own, num), tokens_by_hand(truth, expected, num))
+        held = [x.layers[1].keys for x in (own, expected)]
+        torch.testing.assert_close(held[0].full_tensor(), held[1])
+        assert int(own.get_seq_length()) == int(expected.get_seq_length())
+        places.append(held[0].to_local().data_ptr())
+    assert held[0].to_local().numel() * 4 == held[1].numel()
+    assert places[0] == places[1]  # it stays where it is
+
+
+def test_a_static_cache_stays_where_it_is(ranks4: Ranks) -> None:
+    ranks4.run(writes_to_memory_made_before)
+
+
 def pads_are_masked_behind_a_window() -> None:
     truth, tokens = gemma(), words(WINDOW + 2)
     mask = torch.ones_like(tokens)
@@ -87,11 +107,13 @@ def test_a_cache_that_dropped_tokens_is_refused(ranks4: Ranks) -> None:
 
 
 def refuses_other_caches() -> None:
-    from transformers import StaticCache
+    from transformers.cache_utils import Cache, DynamicLayer, StaticCache
 
-    model = compiled(llama())
-    with pytest.raises(AutoparError, match=r"StaticCache; expected tensors.*give a transformers[.]DynamicCache"):
-        model(words(4), past_key_values=StaticCache(config=model.config, max_cache_len=8))
+    with pytest.raises(AutoparError, match=r"Cache; expected tensors.*give a transformers[.]DynamicCache"):
+        compiled(llama())(words(4), past_key_values=Cache(layer_class_to_replicate=DynamicLayer))
+    model = compiled(gemma())
+    with pytest.raises(AutoparError, match=r"a StaticCache has a StaticSlidingWindowLayer.*use_cache=False"):
+        model(words(4), past_key_values=StaticCache(config=model.config, max_cache_len=20))
 
 
 def test_other_caches_are_refused_by_name(ranks4: Ranks) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 APPEND = "autopar.append.default"
+WRITE = "autopar.write.default"  # `index_copy`, into the very tensor that it is given
 # The room that is left behind a tensor when it is copied: a share of its rows, and at least so many. So that a cache
 # that grows row by row is copied once in as many rows as an eighth of it.
 _ROOM, _LEAST_ROOM = 1 / 8, 16
@@ -59,4 +60,10 @@ def _append(past: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
     return grown
 
 
+def _write(past: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return past.index_copy_(dim, index, rows)
+
+
+_LIBRARY.define("write(Tensor past, int dim, Tensor index, Tensor rows) -> Tensor")
+_LIBRARY.impl("write", _write, "CompositeExplicitAutograd")
 _LIBRARY.impl("append", _append, "CompositeExplicitAutograd")

@@ -1,15 +1,18 @@
 """`carried_outputs`: the outputs of a call that the next one is given in place of an argument, as a key-value cache."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
-from autopar.ir.inference.append_op import APPEND
+from autopar.ir.inference.append_op import APPEND, WRITE
+from autopar.ir.inference.kv_caches import written_in_place
 
 # Ops that give their first operand with rows behind it, or written into it.
 _GROWING = {"aten.cat.default"}
+_INDEX_COPY = "aten.index_copy.default"
 _WRITING = {
-    "aten.index_copy.default",
+    _INDEX_COPY,
     "aten.index_put.default",
     "aten.slice_scatter.default",
     "aten.select_scatter.default",
@@ -36,11 +39,22 @@ def carried_outputs(graph: Graph) -> tuple[tuple[int, str], ...]:
 
 
 def with_appends(graph: Graph) -> Graph:
-    """`graph` in which what is carried, and is an argument with rows behind it, is appended to in place (`APPEND`)."""
+    """`graph` in which what is carried, and is an argument with rows behind it, is appended to in place (`APPEND`), and
+    an argument that the model itself writes to is written to (`WRITE`).
+    """
     grown = {graph.outputs[index].name for index, _ in graph.carried}
-    return replace(
-        graph, ops=tuple(_appending(op) if op.outputs and op.outputs[0].name in grown else op for op in graph.ops)
-    )
+    in_place = written_in_place(graph.output_spec)
+    written = {graph.outputs[index].name: name for index, name in graph.carried if index in in_place}
+    reads = Counter(value.name for op in graph.ops for value in op.inputs)
+    alone = {output for output, name in written.items() if reads[name] == 1}  # nobody needs what was there before
+
+    def changed(op: Op) -> Op:
+        name = op.outputs[0].name if op.outputs else ""
+        if name in alone and op.target == _INDEX_COPY:
+            return replace(op, target=WRITE)
+        return _appending(op) if name in grown else op
+
+    return replace(graph, ops=tuple(map(changed, graph.ops)))
 
 
 def carried_values(graph: Graph) -> Mapping[str, Value]:

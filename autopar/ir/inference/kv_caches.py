@@ -20,6 +20,7 @@ from torch import nn
 from autopar.errors import AutoparError, TraceError
 from autopar.torch_compat import pytree
 
+_STATIC = ["key_cache", "value_cache", "cumulative_length"]
 REMEDY = "use_cache=False, or past_key_values=transformers.DynamicCache() in the first call, which keeps all tokens"
 
 
@@ -32,11 +33,11 @@ def register_caches() -> None:
     """Make the caches of transformers pytree nodes, if it is imported."""
     if "transformers" not in sys.modules or _kinds:
         return
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
     from transformers.integrations.executorch import register_dynamic_cache_export_support
 
     register_dynamic_cache_export_support()
-    _kinds.extend((DynamicCache, EncoderDecoderCache))
+    _kinds.extend((DynamicCache, EncoderDecoderCache, StaticCache))
     known = pytree.SUPPORTED_NODES[DynamicCache]
     pytree.SUPPORTED_NODES[DynamicCache] = known._replace(
         flatten_fn=_parts, unflatten_fn=_dynamic, flatten_with_keys_fn=_named_parts
@@ -47,6 +48,13 @@ def register_caches() -> None:
         lambda caches, number: _numbered(EncoderDecoderCache(*caches), number),
         flatten_with_keys_fn=_both_caches,
         serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
+    )
+    pytree.register_pytree_node(
+        StaticCache,
+        _static_parts,
+        _static,
+        flatten_with_keys_fn=_named_static_parts,
+        serialized_type_name="transformers.cache_utils.StaticCache",
     )
 
 
@@ -77,6 +85,10 @@ def caches_numbered(model: nn.Module) -> Iterator[None]:
         before[:] = [(x, _identities(x)) for x in _caches_in((args, kwargs))]
         for index, cache in enumerate(caches_given(args, kwargs)):
             setattr(cache, _NUMBER, index)
+            for layer in getattr(cache, "layers", ()) if type(cache) is _kinds[-1] else ():
+                layer.cumulative_length = layer.cumulative_length.clone()  # which the model writes to
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found = [_number(x) for x in _caches_in(output)]
@@ -99,6 +111,22 @@ def caches_numbered(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def written_in_place(spec: Any) -> frozenset[int]:
+    """Numbers of the leaves of an output that the model writes to where they are: those of a `StaticCache` that the
+    call was given.
+    """
+    found, number = set[int](), 0
+    stack = [spec]
+    while stack:
+        node = stack.pop()
+        if node.type is not None and node.type in _kinds[2:] and node.context[-1] is not None:
+            found.update(range(number, number + node.num_leaves))
+        if not node.num_children:
+            number += node.num_leaves
+        stack += [node.child(i) for i in reversed(range(node.num_children))]
+    return frozenset(found)
+
+
 def remedy_of(leaf: Any) -> str:
     """The remedy for an argument that is no tree of tensors."""
     if any(f"{kind.__module__}.{kind.__name__}" == "transformers.cache_utils.Cache" for kind in type(leaf).__mro__):
@@ -112,7 +140,7 @@ def check_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """AutoparError if a call is given a cache that has dropped tokens behind a sliding window."""
     for cache in caches_given(args, kwargs):
         for part in (cache,) if hasattr(cache, "layers") else (cache.self_attention_cache, cache.cross_attention_cache):
-            if any(window is not None for window in _windows(part)):
+            if isinstance(part, _kinds[0]) and any(window is not None for window in _windows(part)):
                 raise AutoparError(
                     "the cache of a call has layers with a sliding window that dropped tokens, of which a program does"
                     f" not know how many; expected one that has all tokens so far: {REMEDY}"
@@ -153,14 +181,18 @@ def _windows(cache: Any) -> list[int | None]:
 
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
-            raise AutoparError(
-                f"a {type(cache).__name__} has a {type(layer).__name__}, of which no program of autopar knows what it"
-                " keeps; expected layers of keys and values: use_cache=False"
-            )
+            raise AutoparError(_other_layer(cache, layer))
     return [
         layer.sliding_window if _length(layer) < getattr(layer, "cumulative_length", 0) else None
         for layer in cache.layers
     ]
+
+
+def _other_layer(cache: Any, layer: Any) -> str:
+    return (
+        f"a {type(cache).__name__} has a {type(layer).__name__}, of which no program of autopar knows what it keeps;"
+        f" expected layers of keys and values: {REMEDY}"
+    )
 
 
 def _length(layer: Any) -> int:
@@ -171,6 +203,12 @@ def _parts(cache: Any) -> tuple[list[list[torch.Tensor]], list[Any]]:
     layers = [layer for layer in cache.layers if layer.keys is not None]
     parts = [layer.keys for layer in layers], [layer.values for layer in layers]
     return [*parts], [["key_cache", "value_cache"], _windows(cache), _number(cache)]
+
+
+def _fill(layer: Any, keys: Any, values: Any) -> None:
+    layer.keys, layer.values, layer.is_initialized = keys, values, True
+    if isinstance(keys, torch.Tensor):  # and none that stands for one
+        layer.dtype, layer.device = keys.dtype, keys.device
 
 
 def _named_parts(cache: Any) -> tuple[list[tuple[Any, list[torch.Tensor]]], list[Any]]:
@@ -185,13 +223,41 @@ def _dynamic(parts: Any, context: list[Any]) -> Any:
     for keys, values, window in zip_longest(*parts, context[1]):
         layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
         if keys is not None:
-            layer.keys, layer.values, layer.is_initialized = keys, values, True
-            if isinstance(keys, torch.Tensor):
-                layer.dtype, layer.device = keys.dtype, keys.device
+            _fill(layer, keys, values)
         if window is not None:  # more than it has: it is refused as an argument
             layer.cumulative_length = _length(layer) + 1
         cache.layers.append(layer)
     return _numbered(cache, context[2])
+
+
+def _static_parts(cache: Any) -> tuple[list[list[torch.Tensor]], list[Any]]:
+    from transformers.cache_utils import StaticLayer
+
+    for layer in cache.layers:
+        if type(layer) is not StaticLayer:
+            raise AutoparError(_other_layer(cache, layer))
+    made = [layer for layer in cache.layers if layer.is_initialized]
+    lengths = [layer.cumulative_length for layer in cache.layers]
+    sizes = [(layer.max_cache_len, layer.is_initialized) for layer in cache.layers]
+    return [[x.keys for x in made], [x.values for x in made], lengths], [*_STATIC, sizes, _number(cache)]
+
+
+def _named_static_parts(cache: Any) -> tuple[list[tuple[Any, list[torch.Tensor]]], list[Any]]:
+    parts, context = _static_parts(cache)
+    return [(pytree.MappingKey(name), part) for name, part in zip(_STATIC, parts, strict=True)], context
+
+
+def _static(parts: Any, context: list[Any]) -> Any:
+    from transformers.cache_utils import Cache, StaticCache, StaticLayer
+
+    keys, values, lengths = (iter(part) for part in parts)
+    cache = StaticCache.__new__(StaticCache)
+    Cache.__init__(cache, layers=[StaticLayer(max_cache_len=size) for size, _ in context[-2]])
+    for layer, (_, is_made) in zip(cache.layers, context[-2]):
+        layer.cumulative_length = next(lengths)
+        if is_made:
+            _fill(layer, next(keys), next(values))
+    return _numbered(cache, context[-1])
 
 
 def _both_caches(cache: Any) -> tuple[list[tuple[Any, Any]], int | None]:
