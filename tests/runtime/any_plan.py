@@ -41,6 +41,7 @@ MESHES = ((2,), (4,), (2, 2), (2, 2, 2))
 TOLERANCE = 1e-9
 NOISE = 1e-12
 
+Families = Mapping[str, Callable[[Builder], None]]
 Tensors = dict[str, torch.Tensor]
 Found = tuple[Counter[Collective], Tensors]  # of one rank
 
@@ -59,9 +60,11 @@ class Example:
     is_split: bool = False
 
 
-def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]] = MESHES) -> Example:
+def draw_example(
+    draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]] = MESHES, families: Families = FAMILIES
+) -> Example:
     torch.manual_seed(draw.randrange(2**16))
-    graph, values = draw_graph(draw, num_calls)
+    graph, values = draw_graph(draw, num_calls, families)
     shape = draw.choice(meshes)
     mesh = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     cotangents = {index: _cotangent(draw, v) for index, v in enumerate(graph.outputs) if v.needs_grad}
@@ -85,12 +88,12 @@ def _is_nested(assignment: Assignment) -> bool:
     return all(inner <= outer or not inner & outer for inner, outer in overlaps)
 
 
-def draw_graph(draw: Random, num_calls: int) -> tuple[Graph, Tensors]:
+def draw_graph(draw: Random, num_calls: int, families: Families = FAMILIES) -> tuple[Graph, Tensors]:
     b = Builder(draw)
-    weights = [WEIGHTS.get(name, 1) for name in FAMILIES]
-    for family in draw.choices(list(FAMILIES), weights, k=num_calls):
+    weights = [WEIGHTS.get(name, 1) for name in families]
+    for family in draw.choices(list(families), weights, k=num_calls):
         try:
-            FAMILIES[family](b)
+            families[family](b)
         except Refused:
             continue
     return b.graph(), b.values

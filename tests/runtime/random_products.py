@@ -73,6 +73,24 @@ def _grouped(b: Builder, k: int, n: int) -> None:
     )
 
 
+def fused(b: Builder) -> None:
+    """A product whose columns are cut in sections, or seen as several rows of heads of which each is selected."""
+    sizes = b.draw.choice([(4, 4), (4, 4, 4), (8, 4, 4), (2, 2, 2), (8, 8, 4), (4, 2)])
+    x, n = b.some(1, 3), sum(sizes)
+    weight = b.input(torch.randn(n, x.value.shape[-1], dtype=torch.float64).requires_grad_(), "parameter")
+    y = b.call("linear.default", x, weight, b.optional(n))
+    y, dim = b.call("tanh.default", y) if b.chance() else y, len(y.value.shape) - 1
+    if len(set(sizes)) == 1 and b.chance():
+        rows = b.call("reshape.default", y, (*y.value.shape[:-1], len(sizes), 2, sizes[0] // 2))
+        for index in range(len(sizes)):
+            b.call("select.int", rows, dim, index)
+    elif b.chance():
+        b.outputs("split_with_sizes.default", y, sizes, dim)
+    else:
+        for index in range(len(sizes)):
+            b.call("slice.Tensor", y, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
+
+
 def _vectors(b: Builder, k: int, m: int) -> None:
     match b.draw.randrange(5):
         case 0:

@@ -3,6 +3,7 @@ layouts.
 """
 
 from collections import Counter
+from dataclasses import replace
 from random import Random, SystemRandom
 
 import hypothesis
@@ -30,9 +31,10 @@ from tests.runtime.any_plan import (
 from tests.runtime.as_priced import has_uneven_parts
 from tests.runtime.random_graphs import Builder
 from tests.runtime.random_ops import FAMILIES
+from tests.runtime.random_products import fused
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH = 1000, 1000
+NUM_EXAMPLES, NUM_FRESH, NUM_FUSED = 1000, 1000, 40
 ROLES = {
     "batch",
     "channel_groups",
@@ -61,6 +63,22 @@ def test_any_plan_computes_what_one_device_does_and_issues_what_is_priced() -> N
 
     check()
     _check_covered(seen)
+
+
+def test_any_plan_of_fused_projections() -> None:
+    """Sections on any axes, of stored, kept and recomputed values in any layouts."""
+    families, num_in_sections = {"fused": fused, "pointwise": FAMILIES["pointwise"]}, 0
+    for seed in range(NUM_FUSED):
+        draw = Random(seed)
+        example = draw_example(draw, 2, families=families)
+        offered = annotate(example.graph, example.mesh).strategies
+        chosen = dict(example.assignment.strategies)
+        for name, found in offered.items():
+            in_sections = [one for one in found if any(p.sections for each in one.signatures for p in each.inputs)]
+            chosen[name] = draw.choice(in_sections) if in_sections and draw.random() < 0.8 else chosen[name]
+            num_in_sections += bool(in_sections)
+        _checked(replace(example, assignment=replace(example.assignment, strategies=chosen)))
+    assert num_in_sections > NUM_FUSED / 4
 
 
 def test_any_plan_that_nobody_drew_before() -> None:

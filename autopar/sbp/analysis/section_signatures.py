@@ -73,9 +73,11 @@ def _splits_of(op: Op, dim: int, from_parameters: frozenset[str]) -> list[Signat
 
 def _cut_dim(op: Op) -> int:
     """The dim that a canonical op cuts in runs of indices, else -2."""
-    if op.target == _SPLIT:
-        return op.args[2]
-    return op.args[1] if op.target == _SLICE and len(op.args) == 4 else -2
+    if op.target not in (_SPLIT, _SLICE) or op.kwargs or len(op.args) != (3 if op.target == _SPLIT else 4):
+        return -2
+    dim, *bounds = op.args[2:] if op.target == _SPLIT else op.args[1:]
+    is_canonical = all(isinstance(bound, int) and 0 <= bound <= op.inputs[0].shape[dim] for bound in bounds)
+    return dim if dim >= 0 and is_canonical else -2
 
 
 def _passed_dim(op: Op, dims: Mapping[str, int], from_parameters: frozenset[str]) -> int:
