@@ -100,8 +100,11 @@ class Loaded:
     def local(self, fqn: str) -> torch.Tensor:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
         state = self.state(fqn)
-        # to_local() makes a view of the part each time, which takes longer than a small op
-        return _Local.apply(state) if torch.is_grad_enabled() else state._local_tensor
+        if torch.is_grad_enabled():
+            return _Local.apply(state)
+        # to_local() makes a view of the part each time, which takes longer than a small op; torch detaches no tensor
+        # subclass in inference mode that is no view of that mode
+        return state.to_local() if torch.is_inference_mode_enabled() else state._local_tensor
 
     def local_copy(self, fqn: str) -> torch.Tensor:
         """`local` of a buffer that is written back to."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.mesh import parse_mesh
+from autopar.mesh import Mesh, parse_mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch
 from autopar.planner.pipeline.schedule_bound import ScheduleBounds, _busiest_s, _slowest_s, schedule_bound_s
@@ -85,6 +85,16 @@ def test_the_slowest_stage_is_that_of_the_best_cut() -> None:
         assert _slowest_s(times, num_stages) == pytest.approx(best)
 
 
+def waiting(step_s: float, mesh: Mesh, schedule: Any) -> Fit[Any]:
+    """A fit in which a plan of the schedule waits."""
+    fit: Fit[Any] = Fit(math.inf, None, Budget.of(100.0))
+    fit.add(
+        LimitedSearch((math.inf,)),
+        SimpleNamespace(step_s=step_s, schedule=schedule, stages=[SimpleNamespace(mesh=mesh)]),
+    )
+    return fit
+
+
 def test_a_point_that_cannot_win_is_left_and_waits_with_its_bound(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=2,tp=2")
     model, found = points(gpt, mesh, asked={"num_microbatches": 8, "schedule": "1f1b"})
@@ -96,14 +106,30 @@ def test_a_point_that_cannot_win_is_left_and_waits_with_its_bound(gpt: Graph) ->
         (point.step_s, math.inf, False, 1),
     ):
         bounds = ScheduleBounds(model.graph, model.folded, model.block_names, V100, request())
-        fit: Fit[Any] = Fit(math.inf, None, Budget.of(100.0))
-        fit.add(LimitedSearch((math.inf,)), SimpleNamespace(step_s=to_beat_s))
-        assert _is_slower(fit, point, bounds, cutoff_s) == is_left
+        fit = waiting(to_beat_s, point.mesh, SimpleNamespace(num_ranks=1))
+        assert _is_slower(fit, point, found, bounds, cutoff_s) == is_left
         assert len(fit.waiting) == num_waiting
         if num_waiting == 2:
-            waiting = fit.waiting[-1]
-            assert waiting.source is point and waiting.plan is None
-            assert to_beat_s <= waiting.at_least_s <= least_s * (1 + 1e-9)
+            left = fit.waiting[-1]
+            assert left.source is point and left.plan is None
+            assert to_beat_s <= left.at_least_s <= least_s * (1 + 1e-9)
+
+
+def test_points_whose_bound_is_not_expected_to_tell_are_searched_without_it(gpt: Graph) -> None:
+    model, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"), asked={"num_microbatches": 8, "schedule": "1f1b"})
+    point, asked = found[0], list[float]()
+
+    class Bounds(ScheduleBounds):
+        def least_s(self, *key: Any) -> float:
+            asked.append(key[3] if len(key) > 3 else math.inf)
+            return 0.9 * point.step_s
+
+    bounds = Bounds(model.graph, model.folded, model.block_names, V100, request())
+    for step_s, is_asked in ((0.95, False), (0.8, True)):
+        fit = waiting(step_s * point.step_s, point.mesh, point.schedule)
+        asked.clear()
+        assert _is_slower(fit, point, found, bounds, math.inf) == is_asked
+        assert asked == [math.inf, *([step_s * point.step_s] if is_asked else [])]  # the first is that of the best
 
 
 def test_the_busiest_rank_is_that_of_the_best_cut_into_several_stages_a_rank() -> None:
