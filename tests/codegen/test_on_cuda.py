@@ -70,15 +70,17 @@ def test_a_constant_on_the_host_is_seen() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_constants_are_made_on_the_device_that_is_asked_for(name: str) -> None:
+    graph = traced(name)  # not within the mode
     with FakeTensorMode():
-        made = run_constants(traced(name), torch.device("cuda"))
+        made = run_constants(graph, torch.device("cuda"))
     assert all(x.device.type == "cuda" for x in made.values())
 
 
 @everything
 def test_forward_and_backward_on_meta(name: str, kind: str) -> None:
+    program = program_of(name, kind)
     with without_data("cuda"):
-        rank = Rank.of(program_of(name, kind), (), {}, "cuda")
+        rank = Rank.of(program, (), {}, "cuda")
         stage = DryStage(rank)
     stage.forward(Action("F", 0, 0))
     stage.backward(Action("B", 0, 0))
