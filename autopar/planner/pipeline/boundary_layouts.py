@@ -29,8 +29,8 @@ from autopar.sbp.candidates import boundary_layouts
 from autopar.sbp.placement import Layout
 from autopar.sbp.uneven.uneven_extents import shared_extents
 from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
-from autopar.search.min_plus.eliminate import Limits, eliminate, elimination_order
-from autopar.search.min_plus.factors import Factor, contract
+from autopar.search.min_plus.eliminate import Elimination, Limits, eliminate, elimination_order
+from autopar.search.min_plus.factors import contract
 from autopar.search.min_plus.sparse_core import Core, core
 from autopar.search.table import CostTable, Edge, Node
 
@@ -101,22 +101,23 @@ class _Ends:
             return math.inf
         if self._by_options is None:
             return self._searched_s(chosen)
+        apart_s, rest = self._by_options.value, self._by_options.rest
         if layouts is None:
-            return float(contract(self._by_options, ()).values)
-        return sum(float(one.values[tuple(chosen[node] for node in one.scope)]) for one in self._by_options)
+            return apart_s + float(contract(rest, ()).values)
+        return apart_s + sum(float(one.values[tuple(chosen[node] for node in one.scope)]) for one in rest)
 
     @cached_property
     def _core(self) -> Core:
         return core(self.problem.priced.table, kept=frozenset(self.nodes))
 
     @cached_property
-    def _by_options(self) -> tuple[Factor, ...] | None:
-        """Functions of the options of `nodes` in the core, whose sum is the least time for each choice of these; None
-        if it takes too long to eliminate all else.
+    def _by_options(self) -> Elimination | None:
+        """The core with all but `nodes` eliminated, so that its value and its rest, functions of their options, sum to
+        the least time for each choice of these; None if that takes too long.
         """
         table = self._core.table
         order = elimination_order(table, _LIMITS, kept=frozenset(map(self._core.nodes.index, self.nodes)))
-        return None if order is None else eliminate(table, order).rest
+        return None if order is None else eliminate(table, order)
 
     def _options(self, layouts: tuple[Layout, ...]) -> dict[int, int] | None:
         """Each of `nodes`, by its number in the core -> its option with the layout; None if a layout is no option."""

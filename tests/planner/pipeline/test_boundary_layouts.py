@@ -5,7 +5,10 @@ plan gains by it.
 import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
@@ -16,12 +19,14 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
-from autopar.planner.pipeline.boundary_layouts import _WORTH, _alike, _Pipeline, _values, choose_crossing
+from autopar.planner.pipeline.boundary_layouts import _WORTH, _alike, _Ends, _Pipeline, _values, choose_crossing
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as
 from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import even_layouts
+from autopar.sbp.placement import I, S
+from autopar.search.table import CostTable, Edge, Node, cost_of
 
 REQUEST = PlanRequest(memory_limit_bytes=float("inf"), training=Training(), num_microbatches=4, schedule="1f1b")
 V100 = load_cluster("v100-25g")
@@ -90,3 +95,17 @@ def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytes
     # one layout on both sides of the cut
     (received,) = (item.value.name for item in chosen.stages[1].graph.of_kind("argument") if item.value.needs_grad)
     assert chosen.stages[1].assignment.layouts[received] == sent[0]
+
+
+def test_what_is_apart_from_the_boundary_counts() -> None:
+    draw = np.random.default_rng(0)
+    nodes = tuple(Node(f"n{i}", draw.random(3), np.zeros(3)) for i in range(4))
+    edges = tuple(Edge(a, b, draw.random((3, 3)), np.zeros((3, 3))) for a, b in ((0, 1), (2, 3)))
+    layouts: tuple[Any, ...] = ((I,), (S(0),), (S(1),))
+    entity = SimpleNamespace(kind="output", options=layouts)
+    problem: Any = SimpleNamespace(priced=SimpleNamespace(table=CostTable(nodes, edges), entities=[entity] * 4))
+    setting: Any = None
+    ends = _Ends(setting, problem, (0,))
+    times = [min(cost_of(problem.priced.table, (k, *rest)) for rest in product(range(3), repeat=3)) for k in range(3)]
+    assert [ends.least_s((layout,)) for layout in layouts] == pytest.approx(times)
+    assert ends.least_s(None) == pytest.approx(min(times))
