@@ -1,88 +1,60 @@
 """`Heartbeat`: a rank ends when another one is cut off from it, instead of waiting for it in a collective."""
 
-import os
+import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 
-BEAT_S = 1.0
-SILENT_S = 15.0  # a rank that gave no sign of life for so long is lost
-_ENDED = "ended"
+from autopar.elastic import watch_links
+from autopar.errors import AutoparError
+
+BEAT_S = 0.5
+# A rank that has answered nothing for so long is lost. TCP doubles its wait from 0.2 s on (RFC 6298) and so sends again
+# 6.2 s after a link was cut: one that is well by then is not.
+SILENT_S = 8.0
 
 
 class Heartbeat:
-    """A sign of life of this rank each second in the ranks' store, and a look at that of the next rank.
+    """Messages between the first rank and each other one, by a process of each rank's own (`watch_links.py`).
 
     A rank that dies closes its connections, so that those that wait for it learn of it; one whose link stalls or is cut
-    does not, and torchrun looks at its own processes only. After `silent_s` without a sign of the next rank, or an
-    answer of the store, `lost` is called with the reason; it ends this process, by which its neighbours learn of it
-    too, and torchrun starts the ranks that there are. It is a matter of each rank and the next one, whatever their
-    number. What a rank computes, or how long, does not matter: the signs come from a thread.
+    does not, and torchrun looks at its own processes only. The process ends this rank, with a message, once a message
+    of `silent_s` ago has not been answered; its neighbours learn of that by closed connections, and torchrun starts the
+    ranks that there are. What a rank computes, or how long, does not matter.
 
-    `connect`: a connection to the store that nothing else uses, for a wait holds it; `place`: a prefix of the keys.
+    `store`: where the ranks meet; `place`: a prefix of the keys; `host`: of the first rank; `pid`: of this one.
+    AutoparError if no process could be started.
     """
 
     def __init__(
         self,
-        connect: Callable[[], dist.Store],
+        store: dist.Store,
         place: str,
         rank: int,
         num_ranks: int,
+        host: str,
+        pid: int,
         *,
         beat_s: float = BEAT_S,
         silent_s: float = SILENT_S,
-        lost: Callable[[str], None] | None = None,
     ) -> None:
-        self.connect, self.beat_s, self.silent_s, self.lost = connect, beat_s, silent_s, lost or _end_process
-        self.next_rank = (rank + 1) % num_ranks
-        self._own, self._next = (f"{place}/alive/{one}" for one in (rank, self.next_rank))
-        self._rank, self._ended, self._seen_s = rank, threading.Event(), time.monotonic()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._beat, self._watch)]
-        for thread in self._threads:
-            thread.start()
+        key = f"{place}/heartbeat"
+        at = [] if rank == 0 else [host, store.get(key).decode()]
+        # -I -S: nothing of the user's environment is imported
+        command = [sys.executable, "-I", "-S", watch_links.__file__]
+        command += [*map(str, (rank, num_ranks, pid, beat_s, silent_s)), *at]
+        # a session of its own: Ctrl-C is for the rank
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        if rank == 0:
+            assert self._process.stdout is not None, "stdout is a pipe"
+            if not (port := self._process.stdout.readline().strip()):
+                raise AutoparError(f"the process that watches the ranks' links did not start: {' '.join(command)}")
+            store.set(key, port)
 
     def stop(self) -> None:
         """This rank is done; its end is no loss."""
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(2 * self.beat_s)
-
-    def _beat(self) -> None:
-        """Give and look for signs of life; what fails is tried again, for the store may be what is cut off."""
-        store, count, seen = None, 0, ""
-        while not self._ended.wait(self.beat_s):
-            try:
-                store = store or self.connect()
-                store.set(self._own, str(count := count + 1))
-                found = store.get(self._next).decode() if store.check([self._next]) else ""
-            except RuntimeError:  # all of torch's errors of stores are some
-                continue
-            if found == _ENDED:
-                self._ended.set()
-            if found != seen:
-                seen, self._seen_s = found, time.monotonic()
-        try:
-            if store is not None:
-                store.set(self._own, _ENDED)
-        except RuntimeError:  # the store has ended before
-            pass
-
-    def _watch(self) -> None:
-        """Beside the thread that beats, which may wait for the store."""
-        while not self._ended.wait(self.beat_s):
-            silent_s = time.monotonic() - self._seen_s
-            if silent_s > self.silent_s:
-                self._ended.set()
-                self.lost(
-                    f"rank {self._rank} has seen no sign of life of rank {self.next_rank} for {silent_s:.0f} s: it, or"
-                    " this one, is cut off; this process ends, so that training goes on without the one that is"
-                )
-
-
-def _end_process(reason: str) -> None:
-    """At once: the thread that trains may wait in a collective, where no exception reaches it."""
-    print(f"autopar: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate("done\n", timeout=SILENT_S)

@@ -34,15 +34,11 @@ def join() -> Heartbeat | None:
         return None
     store, rank, world_size = next(dist.rendezvous("env://"))
     prefix = agreed_prefix(store, rank, world_size)
-    alive = Heartbeat(_connect, prefix, rank, world_size) if world_size > 1 else None
+    alive = None
+    if world_size > 1:
+        alive = Heartbeat(store, prefix, rank, world_size, os.environ["MASTER_ADDR"], os.getpid())
     dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
     return alive
-
-
-def _connect() -> dist.Store:
-    """A further connection to the store that torchrun's ranks meet in."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
 
 def agreed_prefix(store: dist.Store, rank: int, world_size: int, *, timeout_s: float = _MOST_S) -> str:
