@@ -19,11 +19,40 @@ MOST_TRIED = 4  # numbers of devices, of those between too few and those that th
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """The plan made anew beside the one that keeps the layouts. `gain_s`: seconds of a step that it takes less;
+    `more_s`: seconds that moving to it takes more.
+    """
+
+    gain_s: float
+    more_s: float
+
+    @property
+    def paid_after_steps(self) -> float:
+        """The number of steps from which on the plan made anew takes less time, the move included; `inf` if none."""
+        if self.gain_s > 0:
+            return max(0.0, self.more_s / self.gain_s)
+        return 0.0 if self.gain_s == 0 and self.more_s <= 0 else math.inf
+
+    def is_worth(self, num_steps: float) -> bool:
+        """Whether moving to the plan made anew and so many steps of it take no more time."""
+        return self.more_s <= num_steps * self.gain_s
+
+
+@dataclass(frozen=True)
 class Successor:
-    """A plan for the devices that there are, and the state that moves to it."""
+    """A plan for the devices that there are, and the state that moves to it. `read_s`: seconds of reading what only a
+    checkpoint has, where the rate of that is known.
+    """
 
     plan: AnyPlan
     state: MovedState
+    read_s: float = 0.0
+
+    @property
+    def move_s(self) -> float:
+        """Seconds until all state is where the plan has it."""
+        return self.state.seconds + self.read_s
 
 
 @dataclass(frozen=True)
@@ -42,26 +71,15 @@ class Replanned:
     details: Comparison
 
     @property
-    def gain_s(self) -> float:
-        """Seconds of a step that the plan made anew takes less than the closest one; 0 without one."""
-        return self.closest.plan.step_s - self.after.plan.step_s if self.closest else 0.0
-
-    @property
-    def more_s(self) -> float:
-        """Seconds that moving to the plan made anew takes more than to the closest one; 0 without one."""
-        return self.after.state.seconds - self.closest.state.seconds if self.closest else 0.0
-
-    @property
-    def paid_after_steps(self) -> float:
-        """The number of steps from which on the plan made anew takes less time, the move included; `inf` if none."""
-        if self.gain_s > 0:
-            return max(0.0, self.more_s / self.gain_s)
-        return 0.0 if self.gain_s == 0 and self.more_s <= 0 else math.inf
+    def weighed(self) -> Weighed:
+        """The plan made anew beside the closest one; all zero without one."""
+        if self.closest is None:
+            return Weighed(0.0, 0.0)
+        return Weighed(self.closest.plan.step_s - self.after.plan.step_s, self.after.move_s - self.closest.move_s)
 
     def chosen(self, num_steps: float) -> Successor:
         """The plan with which the move and so many steps take less time."""
-        is_faster = self.more_s <= num_steps * self.gain_s
-        return self.after if self.closest is None or is_faster else self.closest
+        return self.after if self.closest is None or self.weighed.is_worth(num_steps) else self.closest
 
 
 def request_like(plan: AnyPlan) -> PlanRequest:
@@ -71,11 +89,17 @@ def request_like(plan: AnyPlan) -> PlanRequest:
 
 
 def replanned(
-    before: AnyPlan, mesh: Mesh | Devices, planner: Planner, request: PlanRequest, lost: Collection[int] = ()
+    before: AnyPlan,
+    mesh: Mesh | Devices,
+    planner: Planner,
+    request: PlanRequest,
+    lost: Collection[int] = (),
+    read_rate: float | None = None,
 ) -> Replanned:
     """`before` beside a plan for `mesh`, made by `planner`, and the closest to it there.
 
-    lost: ranks that are gone. InfeasibleError with the fewest devices that were found to hold the model if these do
+    lost: ranks that are gone. read_rate: bytes of a checkpoint that all devices together read in a second; None: it is
+    not known, and no time. InfeasibleError with the fewest devices that were found to hold the model if these do
     not; AutoparError for a rank that there is not.
     """
     mesh = stages_first(mesh)
@@ -83,25 +107,29 @@ def replanned(
         after = planner(mesh, request)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}; {_what_fits(before, mesh, planner, request)}") from error
-    successor = Successor(after, moved_state(before, after, lost))
-    closest, why_none = _closest(before, mesh, planner, request, lost)
+    closest, why_none = _closest(before, mesh, planner, request)
+    kept = _successor(before, closest, lost, read_rate) if closest else None
     names = (f"before, {before.mesh}", f"after, {after.mesh}")
-    return Replanned(before, successor, closest, why_none, compare(before, after, names))
+    made = _successor(before, after, lost, read_rate)
+    return Replanned(before, made, kept, why_none, compare(before, after, names))
+
+
+def _successor(before: AnyPlan, plan: AnyPlan, lost: Collection[int], read_rate: float | None) -> Successor:
+    state = moved_state(before, plan, lost)
+    return Successor(plan, state, state.total.read / read_rate if read_rate else 0.0)
 
 
 def _closest(
-    before: AnyPlan, mesh: Mesh | Devices, planner: Planner, request: PlanRequest, lost: Collection[int]
-) -> tuple[Successor | None, str]:
+    before: AnyPlan, mesh: Mesh | Devices, planner: Planner, request: PlanRequest
+) -> tuple[AnyPlan | None, str]:
     """(the plan on the axes of `before`, one of another size, with the layouts stored as there; why there is none)."""
     reasons = []
     kept = _kept_request(before, request)
     for there in _similar_meshes(before.mesh, mesh):
         try:
-            plan = planner(there, kept)
+            return planner(there, kept), ""
         except (AutoparError, ValueError) as error:
             reasons.append(f"on {there} {str(error).partition(':')[0].partition(';')[0]}")
-            continue
-        return Successor(plan, moved_state(before, plan, lost)), ""
     return None, "; ".join(reasons) or f"no mesh of {mesh.num_devices} devices has the axes of {before.mesh}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.answers.comparison_text import format_details
 from autopar.answers.moved_state import DeviceState, MovedState, StateBytes
-from autopar.answers.replan import Replanned
+from autopar.answers.replan import Replanned, Successor
 from autopar.answers.step_terms import AnyPlan
 from autopar.explain.common_text import table
 from autopar.ir.print_graph import printable
@@ -27,13 +27,14 @@ def format_replanned(found: Replanned) -> str:
 
 def replanned_json(found: Replanned) -> dict[str, Any]:
     """The content of `format_replanned` as plain dicts, lists, strings and numbers."""
-    paid = found.paid_after_steps
+    paid = found.weighed.paid_after_steps
     return {
         "before": _plan_json(found.before),
-        "after": _plan_json(found.after.plan) | {"state": _state_json(found.after.state)},
-        "closest": found.closest and _plan_json(found.closest.plan) | {"state": _state_json(found.closest.state)},
+        "after": _successor_json(found.after),
+        "closest": found.closest and _successor_json(found.closest),
         "why_none": found.why_none,
-        "gain_s": found.gain_s,
+        "gain_s": found.weighed.gain_s,
+        "more_s": found.weighed.more_s,
         "paid_after_steps": None if math.isinf(paid) else paid,
         "details": found.details.as_json(),
     }
@@ -42,6 +43,10 @@ def replanned_json(found: Replanned) -> dict[str, Any]:
 def _plan_json(plan: AnyPlan) -> dict[str, Any]:
     told = {"mesh": str(plan.mesh), "schedule": _schedule(plan), "step_s": plan.step_s, "gap": plan.gap}
     return told | {"found_by": plan.found_by, "memory_bytes": max(plan.memory_bytes), "peak_bytes": plan.peak_bytes}
+
+
+def _successor_json(found: Successor) -> dict[str, Any]:
+    return _plan_json(found.plan) | {"state": _state_json(found.state), "read_s": found.read_s}
 
 
 def _state_json(state: MovedState) -> dict[str, Any]:
@@ -73,6 +78,7 @@ def _plans(found: Replanned) -> str:
         ["from other devices", "", *(format_bytes(each.state.total.received) for each in successors)],
         ["from a checkpoint", "", *(format_bytes(each.state.total.read) for each in successors)],
         ["time on the links", "", *(format_seconds(each.state.seconds) for each in successors)],
+        ["time of reading", "", *(format_seconds(each.read_s) if each.read_s else "" for each in successors)],
     ]
     devices = f"{found.before.mesh.num_devices} devices before, {found.after.plan.mesh.num_devices} after"
     none = "" if found.closest else f"\nNo plan keeps the layouts of the one before: {printable(found.why_none)}."
@@ -85,14 +91,15 @@ def _plans(found: Replanned) -> str:
 def _paid(found: Replanned) -> str:
     if found.closest is None:
         return ""
-    if not found.gain_s and not found.more_s:
+    weighed = found.weighed
+    if not weighed.gain_s and not weighed.more_s:
         return "The plan made anew and the one that keeps the layouts take the same."
-    gain, more = (format_seconds(abs(each)) for each in (found.gain_s, found.more_s))
-    step = f"A step of the plan made anew takes {gain} {'less' if found.gain_s >= 0 else 'more'}"
-    move = f"moving the state to it {more} {'more' if found.more_s >= 0 else 'less'} than where layouts are kept"
-    if math.isinf(found.paid_after_steps):
+    gain, more = (format_seconds(abs(each)) for each in (weighed.gain_s, weighed.more_s))
+    step = f"A step of the plan made anew takes {gain} {'less' if weighed.gain_s >= 0 else 'more'}"
+    move = f"moving the state to it {more} {'more' if weighed.more_s >= 0 else 'less'} than where layouts are kept"
+    if math.isinf(weighed.paid_after_steps):
         return f"{step}, and {move}: take the plan that keeps the layouts."
-    steps = math.ceil(found.paid_after_steps)
+    steps = math.ceil(weighed.paid_after_steps)
     return f"{step}, and {move}: " + (
         f"that is paid after {steps} step{'s' * (steps > 1)}." if steps else "it is the better one at once."
     )
@@ -107,7 +114,9 @@ def _gone(found: Replanned) -> str:
         return f"{ranks} All that they held others hold too."
     return (
         f"{ranks} {format_bytes(state.lost)} of the state nobody else held: it is read from the newest checkpoint, and"
-        " the steps since then are lost. How long reading takes is not in the time above."
+        " the steps since then are lost."
+        + " How long reading takes is not in the time above."
+        * (not found.after.read_s)
     )
 
 

@@ -28,6 +28,12 @@ def add_replan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=10.0, metavar="S", help="seconds of making each of two plans (default 10)"
     )
+    parser.add_argument(
+        "--read-rate",
+        type=float,
+        metavar="GB/S",
+        help="of a checkpoint, all devices together: what it takes to read is then part of moving",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan made anew")
     parser.add_argument("--json", action="store_true", help="the same content as JSON, with each device")
     parser.set_defaults(run=_replan)
@@ -38,8 +44,9 @@ def _replan(options: argparse.Namespace) -> int:
     with status() as tell:
         tell("trace")
         before = read_plan(options.plan, options.model)
+        rate = None if options.read_rate is None else 1e9 * options.read_rate
         place = {"lost": lost, "cluster": options.cluster, "time_limit_s": options.time_limit}
-        found = replan(before, options.mesh, **place, progress=tell)
+        found = replan(before, options.mesh, **place, read_rate=rate, progress=tell)
     if options.save:
         found.after.plan.save(options.save)
     print(json.dumps(replanned_json(found), indent=1) if options.json else format_replanned(found))

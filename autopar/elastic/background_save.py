@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -75,20 +76,24 @@ class BackgroundSave:
 
     def _complete(self, content: tuple[Any, dict[str, Any], bytes | None], path: Path, manifest: Manifest) -> None:
         """The rest of a save, in a thread of each rank."""
+        start_s = time.perf_counter()
         try:
-            self._failure = self._committed(self._files(*content, path), path, manifest)
+            self._failure = self._committed(self._files(*content, path), path, manifest, start_s)
         except BaseException as error:  # of a connection: another rank died, and torchrun ends this one
             self._failure = error
 
-    def _committed(self, own: dict[str, list] | Exception, path: Path, manifest: Manifest) -> Exception | None:
+    def _committed(
+        self, own: dict[str, list] | Exception, path: Path, manifest: Manifest, start_s: float
+    ) -> Exception | None:
         """The first error of any rank; None if the checkpoint is complete."""
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own, group=self.group)
+        seconds = time.perf_counter() - start_s
         outcome: list[Exception | None] = [next((each for each in ranks if isinstance(each, Exception)), None)]
         if self.lease is not None:
             if outcome[0] is None:
                 files = {name: entry for each in ranks for name, entry in each.items()}
-                outcome = [self._renamed(path, replace(manifest, files=files), self.lease)]
+                outcome = [self._renamed(path, replace(manifest, files=files, seconds=seconds), self.lease)]
             if outcome[0] is not None:
                 shutil.rmtree(path, ignore_errors=True)
         dist.broadcast_object_list(outcome, src=0, group=self.group)

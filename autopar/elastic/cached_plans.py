@@ -6,25 +6,29 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.answers.replan import request_like
+from autopar.answers.replan import Planner, replanned, request_like
+from autopar.answers.step_terms import AnyPlan
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.elastic.plan_files import PlanFiles, name_of
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
-from autopar.plans.plan import Plan
-from autopar.plans.staged_plan import StagedPlan
+from autopar.planner.request import PlanRequest
+from autopar.plans.staged_plan import loads, mesh_in
 from autopar.torch_compat import pytree
 
 _NICE = 10  # planning ahead gives way to training
+_ASKED = ("pins", "num_microbatches", "schedule", "unknown_ops")  # of `autopar.compile`, and not in a plan
 
 
 def plan_key(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -37,20 +41,20 @@ def plan_key(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], options: 
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def plan_path(folder: Path, num_ranks: int, key: str) -> Path:
-    """The file of the plan for this number of ranks."""
-    return folder / "plans" / f"{num_ranks}-{key}.plan.json"
+def asked_request(plan: AnyPlan, options: Mapping[str, Any]) -> PlanRequest:
+    """The planning options for other numbers of ranks: those of `plan`, and what the user asked of all plans."""
+    asked = {name: options[name] for name in _ASKED if options.get(name) is not None}
+    return replace(request_like(plan), **asked)
 
 
-def save_plan(plan: Plan | StagedPlan, path: Path) -> None:
-    """Write a plan for a later start."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plan.save(path)
-
-
-def plan_ahead(plan: Plan | StagedPlan, graph: Graph, meshes: Mapping[Path, Mesh | Devices]) -> subprocess.Popen | None:
-    """Start planning `graph` for other meshes as `plan` was, in a process of its own; None if all plans are there."""
-    missing = {path: mesh for path, mesh in meshes.items() if not path.exists()}
+def plan_ahead(
+    files: PlanFiles, before: Path, graph: Graph, request: PlanRequest, meshes: Mapping[int, Mesh | Devices]
+) -> subprocess.Popen | None:
+    """Start planning `graph` for other numbers of ranks, in a process of its own: for each a plan made anew, and one
+    that keeps the layouts of the plan in the file `before`, both weighed. None if all is there.
+    """
+    name = name_of(before)
+    missing = {size: mesh for size, mesh in meshes.items() if not files.successors(size, name).exists()}
     if not missing:
         return None
     command = [sys.executable, "-m", "autopar.elastic.cached_plans"]
@@ -61,24 +65,26 @@ def plan_ahead(plan: Plan | StagedPlan, graph: Graph, meshes: Mapping[Path, Mesh
     started = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | hidden, **quiet)
     assert started.stdin is not None, "stdin is a pipe"
     with started.stdin as pipe:
-        pickle.dump((graph, plan.cluster, request_like(plan), missing), pipe)
+        pickle.dump((files, before, graph, request, missing), pipe)
     return started
 
 
-def check_fewest(plan: Plan | StagedPlan, graph: Graph, meshes: Sequence[tuple[int, Mesh | Devices, Path]]) -> None:
+def check_fewest(
+    files: PlanFiles, plan: AnyPlan, graph: Graph, request: PlanRequest, meshes: Mapping[int, Mesh | Devices]
+) -> None:
     """Save a plan for the first of `meshes`, the fewest ranks; InfeasibleError with the fewest that hold the model.
 
-    `meshes`: (ranks, mesh, file), fewest ranks first, all fewer than those that there are, of which `plan` is.
+    `meshes`: by number of ranks, fewest first, all fewer than those that there are, of which `plan` is.
     """
-    request, fewest, refused = request_like(plan), meshes[0][0], ""
-    for num_ranks, mesh, path in meshes:
+    fewest, refused = next(iter(meshes)), ""
+    for num_ranks, mesh in meshes.items():
         try:
             found = choose_plan(graph, mesh, plan.cluster, request, predict=rank_peaks)
         except InfeasibleError as error:
             refused = refused or str(error)
             continue
         if not refused:
-            return save_plan(found, path)
+            return files.save(found, files.anew(fewest))
         raise _too_few(fewest, str(num_ranks), refused)
     raise _too_few(fewest, "as many as there are", refused)
 
@@ -90,16 +96,49 @@ def _too_few(fewest: int, expected: str, refused: str) -> InfeasibleError:
     )
 
 
-def _plan_all() -> None:
-    """Make the plans that standard input asks for; sizes for which there is none are left out."""
-    os.nice(_NICE)
-    torch.set_num_threads(1)
-    graph, cluster, request, meshes = pickle.load(sys.stdin.buffer)  # of the process that started this one
-    for path, mesh in meshes.items():
+def plan_successors(
+    files: PlanFiles, path: Path, graph: Graph, request: PlanRequest, meshes: Mapping[int, Mesh | Devices]
+) -> None:
+    """Make and weigh the plans of `plan_ahead`; numbers of ranks for which there is no plan are left out."""
+    text = path.read_text()
+    before, name = loads(text, graph, mesh_in(text), is_own=True), name_of(path)
+    for num_ranks, mesh in meshes.items():
         try:
-            save_plan(choose_plan(graph, mesh, cluster, request, predict=rank_peaks), path)
+            made = _made_anew(files, num_ranks, mesh, before, request)
+            found = replanned(before, mesh, _planner(before, made), request, range(before.mesh.num_devices))
         except (AutoparError, ValueError):
             continue
+        files.save_successors(found, num_ranks, name)
+
+
+def _made_anew(
+    files: PlanFiles, num_ranks: int, mesh: Mesh | Devices, before: AnyPlan, request: PlanRequest
+) -> AnyPlan:
+    path = files.anew(num_ranks)
+    if path.exists():
+        text = path.read_text()
+        return loads(text, before.graph, mesh_in(text), is_own=True)
+    found = choose_plan(before.graph, mesh, before.cluster, request, predict=rank_peaks)
+    files.save(found, path)
+    return found
+
+
+def _planner(before: AnyPlan, made: AnyPlan) -> Planner:
+    """Plans for other devices than those of `before`; one that keeps no layouts is `made` already."""
+
+    def planner(mesh: Mesh | Devices, request: PlanRequest) -> AnyPlan:
+        if not request.stored:
+            return made
+        return choose_plan(before.graph, mesh, before.cluster, request, predict=rank_peaks)
+
+    return planner
+
+
+def _plan_all() -> None:
+    """Make the plans that standard input asks for."""
+    os.nice(_NICE)
+    torch.set_num_threads(1)
+    plan_successors(*pickle.load(sys.stdin.buffer))  # of the process that started this one
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ class Manifest:
     """The content of a checkpoint. `tensors`: name -> [shape, dtype] of the model's state; `files`: name -> [bytes,
     sha256].
 
-    `global_batch`: samples of a step, None if no sampler tells it.
+    `global_batch`: samples of a step, None if no sampler tells it. `seconds`: of writing the files and reading them
+    back, 0 if that is not known.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Manifest:
     global_batch: int | None
     tensors: Mapping[str, Any]
     files: Mapping[str, Any]
+    seconds: float = 0.0
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -76,6 +79,16 @@ def read_manifest(path: Path) -> Manifest:
     if found.step != step_of(path):
         raise DamagedCheckpoint(f"{MANIFEST} is of step {found.step}")
     return found
+
+
+def newest_rate(folder: Path) -> float | None:
+    """Bytes a second at which all ranks together wrote the newest checkpoint and read it back; None if none tells."""
+    for path in complete(folder):
+        with suppress(DamagedCheckpoint):
+            found = read_manifest(path)
+            if found.seconds > 0:
+                return sum(size for size, _ in found.files.values()) / found.seconds
+    return None
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:

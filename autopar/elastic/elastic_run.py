@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autopar.api import compile as compile_model
 from autopar.elastic.background_save import BackgroundSave
-from autopar.elastic.cached_plans import check_fewest, plan_ahead, plan_key, plan_path, save_plan
+from autopar.elastic.cached_plans import asked_request, check_fewest, plan_ahead, plan_key
 from autopar.elastic.checkpoints import (
     DamagedCheckpoint,
     Manifest,
@@ -26,6 +26,7 @@ from autopar.elastic.checkpoints import (
 from autopar.elastic.heartbeat import Heartbeat
 from autopar.elastic.join_ranks import join
 from autopar.elastic.lease import Lease, job_name
+from autopar.elastic.plan_files import PlanFiles
 from autopar.elastic.run_state import RunState, check_same_model
 from autopar.errors import AutoparError, PlanError, warn
 from autopar.mesh import Devices, Mesh, as_mesh
@@ -96,27 +97,28 @@ class Run:
         mesh: MeshOf | None = None,
         **options: Any,
     ) -> ShardedModule:
-        """`autopar.compile` for the ranks that there are, by the plan that an earlier start made for as many, if any.
+        """`autopar.compile` for the ranks that there are, by a plan that an earlier start made for as many, if any.
 
         `mesh`: ranks -> mesh, such as `lambda n: f"dp={n // 2},tp=2"`; by default the search chooses it. All others: as
         in `autopar.compile`, example arguments included. Plans for some other numbers of ranks are made in the
-        background. InfeasibleError if `min_ranks` ranks do not hold the model.
+        background: one made anew and one that keeps the stored layouts, of which a later start takes the one with which
+        moving and the steps to the next change take less. InfeasibleError if `min_ranks` ranks do not hold the model.
         """
         if options.get("logical_ranks") is not None:  # nothing is planned
             return compile_model(model, _mesh_for(mesh, self.num_ranks), **options)
-        key = plan_key(model, args, kwargs or {}, options | {"mesh": mesh is None})
-        path = plan_path(self.folder, self.num_ranks, key)
+        files = PlanFiles(self.folder, plan_key(model, args, kwargs or {}, options | {"mesh": mesh is None}))
         compiled, here = None, _mesh_for(mesh, self.num_ranks)
-        if self._first(path.exists):
+        if path := self._first(lambda: files.chosen(self.num_ranks)):
             known = {name: value for name, value in options.items() if name in ("loss_fn", "batch", "outputs", "check")}
             try:
                 compiled = compile_model(model, here, args=args, kwargs=kwargs, plan=path, **known)
             except PlanError as error:
                 self._tell(f"{path} is planned anew: {error}")
         if compiled is None:
-            compiled = compile_model(model, here, args=args, kwargs=kwargs, **options)
-            self._first(lambda: save_plan(compiled.plan, path))
-        self._first(lambda: self._plan_others(compiled, mesh, key))
+            compiled, path = compile_model(model, here, args=args, kwargs=kwargs, **options), files.anew(self.num_ranks)
+            self._first(lambda: files.save(compiled.plan, path))
+        self._first(lambda: files.use(self.num_ranks, path))
+        self._first(lambda: self._plan_others(compiled, mesh, files, path, options))
         return compiled
 
     def steps(
@@ -194,18 +196,18 @@ class Run:
             drop_partial(self.folder)
         return self._lease.owner.token
 
-    def _plan_others(self, model: ShardedModule, mesh: MeshOf | None, key: str) -> None:
+    def _plan_others(
+        self, model: ShardedModule, mesh: MeshOf | None, files: PlanFiles, path: Path, options: Mapping[str, Any]
+    ) -> None:
         """Plans for other numbers of ranks: for the fewest now, for those that are likely next in the background."""
-        graph, plan, paths = model._autopar.current().graph, model.plan, {}
+        graph, request = model._autopar.current().graph, asked_request(model.plan, options)
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
-        if self.min_ranks < self.num_ranks and not plan_path(self.folder, self.min_ranks, key).exists():
-            sizes = range(self.min_ranks, self.num_ranks)
-            meshes = [(size, _mesh_for(mesh, size), plan_path(self.folder, size, key)) for size in sizes]
-            check_fewest(plan, graph, meshes)
-        for size in (self.num_ranks - per_node, self.num_ranks + per_node, self.num_ranks - 2 * per_node):
-            if size >= self.min_ranks:
-                paths[plan_path(self.folder, size, key)] = _mesh_for(mesh, size)
-        plan_ahead(plan, graph, paths)
+        if self.min_ranks < self.num_ranks and not files.anew(self.min_ranks).exists():
+            fewer = {size: _mesh_for(mesh, size) for size in range(self.min_ranks, self.num_ranks)}
+            check_fewest(files, model.plan, graph, request, fewer)
+        likely = (self.num_ranks - per_node, self.num_ranks + per_node, self.num_ranks - 2 * per_node)
+        meshes = {size: _mesh_for(mesh, size) for size in likely if size >= self.min_ranks}
+        plan_ahead(files, path, graph, request, meshes)
 
     def _first(self, work: Callable[[], Any]) -> Any:
         """The result of `work()` on the first rank; what it raises there is raised on all ranks."""

@@ -10,6 +10,7 @@ from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.elastic import Run
 from autopar.elastic.cached_plans import check_fewest
 from autopar.elastic.lease import Lease
+from autopar.elastic.plan_files import PlanFiles
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.mesh import Devices
 from autopar.planner.choose import choose_plan
@@ -83,9 +84,9 @@ def test_fewer_ranks_than_the_least_are_refused(tmp_path):
 def test_so_few_ranks_that_they_do_not_hold_the_model_are_refused_with_the_fewest_that_do(tmp_path):
     request = PlanRequest(memory_limit_bytes=8 * 2**20)
     plan = choose_plan(graph(), Devices(8), load_cluster("cpu"), request)
-    sizes = [(size, Devices(size), tmp_path / f"{size}.json") for size in (1, 2, 4, 7)]
+    sizes = {size: Devices(size) for size in (1, 2, 4, 7)}
     with pytest.raises(
         InfeasibleError, match=r"min_ranks=1, but so few ranks do not hold the model .*fewest that do are"
     ):
-        check_fewest(plan, graph(), sizes)
+        check_fewest(PlanFiles(tmp_path, "key"), plan, graph(), request, sizes)
     assert not list(tmp_path.iterdir())

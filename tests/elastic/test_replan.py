@@ -56,13 +56,13 @@ def test_the_plan_made_anew_stands_beside_the_one_that_keeps_the_layouts():
 def test_the_gain_pays_for_the_move_after_as_many_steps_as_it_takes(gain_s, more_s, steps):
     """Of two plans the one is chosen with which the move and all steps take less time."""
     made, kept = (
-        Successor(SimpleNamespace(step_s=step_s), SimpleNamespace(seconds=seconds))
+        Successor(SimpleNamespace(step_s=step_s), SimpleNamespace(seconds=seconds - 0.25), read_s=0.25)
         for step_s, seconds in ((1.0, 2.0 + more_s), (1.0 + gain_s, 2.0))
     )
     found = Replanned(None, made, kept, "", None)
-    assert found.paid_after_steps == steps
+    assert found.weighed.paid_after_steps == steps
     for num_steps in (0, 1, 3, 5, 1000):
-        times = [each.state.seconds + num_steps * each.plan.step_s for each in (made, kept)]
+        times = [each.move_s + num_steps * each.plan.step_s for each in (made, kept)]
         assert times[found.chosen(num_steps) is kept] == min(times)
 
 
@@ -120,7 +120,7 @@ def test_no_plan_keeps_the_layouts_where_no_mesh_has_the_axes():
 
     found = replanned(plan("dp=2,tp=4"), Devices(5), planner, request)
     assert found.closest is None and found.why_none == "no mesh of 5 devices has the axes of dp=2,tp=4"
-    assert found.chosen(10) is found.after and found.paid_after_steps == 0
+    assert found.chosen(10) is found.after and found.weighed.paid_after_steps == 0
     assert "No plan keeps the layouts" in format_replanned(found)
 
 
