@@ -139,9 +139,10 @@ def _written_out(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> t
 
 def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
     flops = op_flops(op, inputs, outputs)
-    flops_s = flops / cluster.peak_flops_per_s(op.outputs[0].dtype)
+    flops_s = again_s = flops / cluster.peak_flops_per_s(op.outputs[0].dtype)
     if flops_s and cluster.product_shares:
-        flops_s /= _product_share(op, inputs, outputs, flops, cluster)
+        forward, backward = _product_share(op, inputs, outputs, flops, cluster)
+        flops_s, again_s = flops_s / forward, again_s / backward
     bytes_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
     forward_s = backward_s = bytes_s
     if bytes_s and cluster.memory_shares:
@@ -154,10 +155,10 @@ def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     if not is_tracked:
         return forward_s, 0.0
     kernels_s = 0.0 if is_view else max(1, math.ceil(products)) * cluster.kernel_s
-    return forward_s, max(products * flops_s, backward_s * max(products, 1.0)) + kernels_s
+    return forward_s, max(products * again_s, backward_s * max(products, 1.0)) + kernels_s
 
 
-def _product_share(op: Op, inputs: Shapes, outputs: Shapes, flops: float, cluster: Cluster) -> float:
+def _product_share(op: Op, inputs: Shapes, outputs: Shapes, flops: float, cluster: Cluster) -> tuple[float, float]:
     dtype = str(op.outputs[0].dtype).removeprefix("torch.")
     reuse = least_reuse(inputs, outputs, flops)
     return product_share(cluster.product_shares, family(op.target), dtype, reuse)

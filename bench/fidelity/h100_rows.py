@@ -6,7 +6,7 @@ from functools import cache, partial
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import ProductShare
-from autopar.costmodel.cluster.presets import PRESETS, PRODUCT_EFFICIENCY
+from autopar.costmodel.cluster.presets import PRESETS
 from bench.fidelity.h100_models import H100_MODELS, builder, config_of
 from bench.fidelity.published_rows import NCCL, Published, read
 from bench.fidelity.written_plans import Library, WrittenPlan
@@ -148,9 +148,30 @@ def _num_experts(row: Mapping[str, str]) -> int:
     return int(row["ep"] or min(_NODE, int(row["gpus"]))) if has_experts else 1
 
 
-# FlashAttention-2, which torch ran then, reaches 35 % of an H100's rate (Shah et al., "FlashAttention-3", 2024), where
-# products are taken to reach `PRODUCT_EFFICIENCY`.
-_FLASH_ATTENTION_2 = ProductShare(0.35 / PRODUCT_EFFICIENCY, op="aten.scaled_dot_product_attention")
+# FlashAttention-2, which torch ran then, on an H100 of 700 W, head dim 128: length -> Tflop/s of a causal forward and
+# of a backward (Shah et al., "FlashAttention-3", arXiv:2407.08608, figures 5 and 6), where products of matrices reach
+# 80 to 90 % of 989.4 (its introduction). What keeps products of a device from that, as a limit of 500 W, keeps
+# attention too: it is taken to reach as much less than products as there. By causal attention of a length each element
+# of keys takes part in as many multiplications as `ProductShare.reuse`.
+_FLASH_ATTENTION_2 = {
+    512: (191, 214),
+    1024: (260, 260),
+    2048: (298, 291),
+    4096: (319, 310),
+    8192: (333, 318),
+    16384: (335, 322),
+}
+_BEST_PRODUCTS = 0.85 * 989.4
+
+
+def _attention_shares() -> tuple[ProductShare, ...]:
+    op = "aten.scaled_dot_product_attention"
+    return tuple(
+        ProductShare(forward / _BEST_PRODUCTS, float(length), op=op, backward=backward / _BEST_PRODUCTS)
+        for length, (forward, backward) in _FLASH_ATTENTION_2.items()
+    )
+
+
 # fp8 products of linear layers are twice as fast as those of bfloat16 (NVIDIA H100 datasheet).
 _FP8_LINEAR = ProductShare(2.0, op="aten.linear")
 
@@ -162,7 +183,7 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
         preset,
         flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
         memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=(_FLASH_ATTENTION_2,) + (_FP8_LINEAR,) * is_fp8,
+        product_shares=_attention_shares() + (_FP8_LINEAR,) * is_fp8,
         memory_bytes=96 * 10**9,
         algorithms=NCCL,
     )

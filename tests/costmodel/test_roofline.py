@@ -211,13 +211,13 @@ def test_views_and_lookups():
 
 
 def test_shares_and_fixed_costs_by_hand():
-    shares = (ProductShare(0.5, 4), ProductShare(1.0, 64), ProductShare(0.25, op="aten.bmm"))
+    shares = (ProductShare(0.5, 4), ProductShare(1.0, 64), ProductShare(0.25, op="aten.bmm", backward=0.125))
     fast = replace(CLUSTER, memory_bandwidth_bytes_per_s=1e12)  # products take the time of their flops
     terms = {"kernel_s": 7.0, "product_shares": shares, "memory_shares": (MemoryShare("aten.gelu", 0.5, 0.25),)}
     for bare, op, shares_of_op, kernels in (
         (fast, make_op("aten.linear.default", meta(64, 128), meta(16, 128)), (0.75, 0.75), (1, 2)),  # half way to 64
         (fast, make_op("aten.linear.default", meta(64, 128), meta(2, 128)), (0.5, 0.5), (1, 2)),
-        (fast, make_op("aten.bmm.default", meta(2, 64, 128), meta(2, 128, 64)), (0.25, 0.25), (1, 2)),
+        (fast, make_op("aten.bmm.default", meta(2, 64, 128), meta(2, 128, 64)), (0.25, 0.125), (1, 2)),
         (CLUSTER, make_op("aten.gelu.default", meta(64, 128)), (0.5, 0.25), (1, 1)),
         (CLUSTER, make_op("aten.relu.default", meta(64, 128)), (1.0, 1.0), (1, 1)),
         (CLUSTER, make_op("aten.view.default", meta(64, 128), [128, 64]), (1.0, 1.0), (0, 0)),

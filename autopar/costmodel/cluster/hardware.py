@@ -124,8 +124,10 @@ class Cluster:
         No split of an op is faster on it than an equal part of the whole op.
         """
         best: dict[tuple[str, str], ProductShare] = {}
-        for row in sorted(self.product_shares, key=lambda row: row.share):
-            best[row.op, row.dtype] = row
+        for row in self.product_shares:
+            others = best.get((row.op, row.dtype), row)
+            forward, backward = map(max, zip(row.shares, others.shares))
+            best[row.op, row.dtype] = replace(row, share=forward, backward=backward)
         kernels = (ANY,) if self.attention_kernels else ()
         return replace(self, product_shares=tuple(best.values()), attention_kernels=kernels)
 
@@ -243,6 +245,7 @@ def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float
     for product in cluster.product_shares:
         yield "share of product_shares", product.share, _LEAST, _MOST
         yield "reuse of product_shares", product.reuse, _LEAST, _MOST
+        yield "backward of product_shares", product.backward, _LEAST if product.backward else 0.0, _MOST
     for row in cluster.memory_shares:
         yield f"forward of memory_shares {row.op!r}", row.forward, _LEAST, _MOST
         yield f"backward of memory_shares {row.op!r}", row.backward, _LEAST, _MOST

@@ -38,7 +38,7 @@ class ProductShare:
     multiplications that an element of an operand or of the result takes part in (`roofline.least_reuse`). Between two
     rows the share is linear in the logarithm of the reuse, beyond them constant. `dtype`: "bfloat16", or "" for every
     dtype without rows of its own; `op`: family of the op ("aten.scaled_dot_product_attention"), or "" for every product
-    without rows of its own.
+    without rows of its own. `backward`: the share that products of backward reach, 0 for that of forward.
 
     How to fill it: time the product for shapes with this smallest dim and the other dims large, less
     `Cluster.kernel_s`; the share is flops over seconds over flops_per_s.
@@ -48,6 +48,12 @@ class ProductShare:
     reuse: float = 1.0
     dtype: str = ""
     op: str = ""
+    backward: float = 0.0
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of forward and of backward."""
+        return self.share, self.backward or self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +106,20 @@ def group_rate(rates: Sequence[GroupRate], kind: str, size: int) -> GroupRate:
 _OF_GROUP = ("bandwidth_share", "base_latency_s")
 
 
-def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: float) -> float:
-    """The share that products of the family `op` reach, 1 without a row for them; rows of the op precede its dtype's.
+def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: float) -> tuple[float, float]:
+    """The shares that products of the family `op` reach in forward and in backward, 1 without a row for them; rows of
+    the op precede its dtype's.
 
-    >>> rows = ProductShare(0.5, reuse=4), ProductShare(1.0, reuse=64), ProductShare(0.7, op="aten.bmm")
+    >>> rows = ProductShare(0.5, reuse=4), ProductShare(1.0, reuse=64), ProductShare(0.7, op="aten.bmm", backward=0.6)
     >>> product_share(rows, "aten.linear", "float32", 16), product_share(rows, "aten.bmm", "float32", 16)
-    (0.75, 0.7)
+    ((0.75, 0.75), (0.7, 0.6))
     """
     for ops, dtypes in ((op, dtype), (op, ""), ("", dtype), ("", "")):
-        if rows := [(row.reuse, row.share) for row in shares if (row.op, row.dtype) == (ops, dtypes)]:
-            return _between(rows, reuse)
-    return 1.0
+        if rows := [row for row in shares if (row.op, row.dtype) == (ops, dtypes)]:
+            forward, backward = zip(*(row.shares for row in rows))
+            at = [row.reuse for row in rows]
+            return _between(list(zip(at, forward)), reuse), _between(list(zip(at, backward)), reuse)
+    return 1.0, 1.0
 
 
 def memory_share(shares: Sequence[MemoryShare], op: str) -> MemoryShare:

@@ -21,7 +21,7 @@ MEASURED = Cluster(
     kernel_s=1e-6,
     update_s=2e-6,
     algorithms=("ring",),
-    product_shares=(ProductShare(0.5, 8, "float32"), ProductShare(0.25, op="aten.bmm")),
+    product_shares=(ProductShare(0.5, 8, "float32"), ProductShare(0.25, op="aten.bmm", backward=0.2)),
     memory_shares=(MemoryShare("aten.gelu", 0.5, 0.25), MemoryShare("update", 0.5)),
     calibration=Calibration("2026-01-31", "gloo", 0.04, 0.2, {"torch": "2.9"}, ("one", "two"), 4),
 )
@@ -107,6 +107,6 @@ def test_a_wrong_term_is_refused_by_name(path, item, expected):
 
 
 def test_bounds_take_the_best_share_of_each_op():
-    shares = (ProductShare(0.25, 4), ProductShare(0.75, 64), ProductShare(0.5, op="aten.bmm"))
+    shares = (ProductShare(0.25, 4, backward=0.9), ProductShare(0.75, 64), ProductShare(0.5, op="aten.bmm"))
     best = replace(MEASURED, product_shares=shares).at_best().product_shares
-    assert sorted((row.op, row.share) for row in best) == [("", 0.75), ("aten.bmm", 0.5)]
+    assert sorted((row.op, *row.shares) for row in best) == [("", 0.75, 0.9), ("aten.bmm", 0.5, 0.5)]
