@@ -13,6 +13,9 @@ from bench.fidelity.written_plans import Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
 FP8_CAST_BYTES = 2 + 2 + 1
+# Transformer Engine's, on Hopper, writes it transposed too, for the product that takes it by columns (its documentation,
+# "Handling transposes").
+TE_CAST_BYTES = 2 + 2 + 1 + 1
 _FILE, _TORCHTITAN = "h100_published.csv", "torchtitan"
 # Ranks of a node that share a set of experts where a row does not say how many do.
 _NODE = 8
@@ -40,7 +43,7 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
         cluster = (
             partial(_torchtitan, is_compiled="compile" in row["technique"])
             if is_torchtitan
-            else partial(_preset, rows_sent=_rows_sent(row))
+            else partial(_preset, rows_sent=_rows_sent(row), attention=CUDNN)
         )
         hides = "all" if _hides_activations(row) else "parameters"
         yield Published(
@@ -50,7 +53,12 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
             f"{row['precision']} {'experts' if _num_experts(row) > 1 else 'dense'}",
             batch * sequence / gpus / float(row["tokens_per_s_per_gpu"]),
             h100_plan(row),
-            Library(hides, cast_bytes=FP8_CAST_BYTES * is_fp8),
+            Library(
+                hides,
+                cast_bytes=(FP8_CAST_BYTES if is_torchtitan else TE_CAST_BYTES) * is_fp8,
+                keeps_casts=not is_torchtitan,
+                fuses=not is_torchtitan or "compile" in row["technique"],
+            ),
             partial(cluster, is_fp8=is_fp8),
             is_fitted=is_torchtitan and gpus == 8 and not is_fp8,
             memory_bytes=float(row["memory_gib"] or 0.0) * 2.0**30,
@@ -148,27 +156,22 @@ def _num_experts(row: Mapping[str, str]) -> int:
     return int(row["ep"] or min(_NODE, int(row["gpus"]))) if has_experts else 1
 
 
-# FlashAttention-2, which torch ran then, on an H100 of 700 W, head dim 128: length -> Tflop/s of a causal forward and
-# of a backward (Shah et al., "FlashAttention-3", arXiv:2407.08608, figures 5 and 6), where products of matrices reach
-# 80 to 90 % of 989.4 (its introduction). What keeps products of a device from that, as a limit of 500 W, keeps
-# attention too: it is taken to reach as much less than products as there. By causal attention of a length each element
-# of keys takes part in as many multiplications as `ProductShare.reuse`.
-_FLASH_ATTENTION_2 = {
-    512: (191, 214),
-    1024: (260, 260),
-    2048: (298, 291),
-    4096: (319, 310),
-    8192: (333, 318),
-    16384: (335, 322),
-}
+# Causal attention on an H100 of 700 W, by length: Tflop/s of a forward and of a backward (Shah et al.,
+# "FlashAttention-3", arXiv:2407.08608, figures 5 and 6), where products of matrices reach 80 to 90 % of 989.4 (its
+# introduction). What keeps products of a device from that, as a limit of 500 W, keeps attention too: it is taken to
+# reach as much less than products as there. In causal attention of a length each element of queries takes part in as
+# many multiplications, which is `ProductShare.reuse`.
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+FLASH_ATTENTION_2 = (191, 260, 298, 319, 333, 335), (214, 260, 291, 310, 318, 322)
+CUDNN = (315, 410, 484, 518, 529, 539), (305, 408, 465, 499, 518, 516)
 _BEST_PRODUCTS = 0.85 * 989.4
 
 
-def _attention_shares() -> tuple[ProductShare, ...]:
-    op = "aten.scaled_dot_product_attention"
+def _attention_shares(rates: Sequence[Sequence[float]]) -> tuple[ProductShare, ...]:
     return tuple(
         ProductShare(forward / _BEST_PRODUCTS, float(length), op=op, backward=backward / _BEST_PRODUCTS)
-        for length, (forward, backward) in _FLASH_ATTENTION_2.items()
+        for op in ("aten.scaled_dot_product_attention", "autopar.flex_attention")
+        for length, forward, backward in zip(_LENGTHS, *rates)
     )
 
 
@@ -183,12 +186,14 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
         preset,
         flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
         memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=_attention_shares() + (_FP8_LINEAR,) * is_fp8,
+        product_shares=_attention_shares(FLASH_ATTENTION_2) + (_FP8_LINEAR,) * is_fp8,
         memory_bytes=96 * 10**9,
         algorithms=NCCL,
     )
 
 
-def _preset(numbers: Sequence[float], *, is_fp8: bool, rows_sent: float = 1.0) -> Cluster:
-    factors = {"all_to_all": rows_sent}
-    return replace(PRESETS["h100"], product_shares=(_FP8_LINEAR,) * is_fp8, algorithms=NCCL, kind_factors=factors)
+def _preset(
+    numbers: Sequence[float], *, is_fp8: bool, attention: Sequence[Sequence[float]], rows_sent: float = 1.0
+) -> Cluster:
+    shares = _attention_shares(attention) + (_FP8_LINEAR,) * is_fp8
+    return replace(PRESETS["h100"], product_shares=shares, algorithms=NCCL, kind_factors={"all_to_all": rows_sent})

@@ -1,7 +1,7 @@
 """Plans that people wrote and measured, as hand plans of the planner, priced on any cluster."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -29,6 +29,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.schedule.orders import Schedule
+from bench.fidelity.fused_kernels import fused_s
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,9 @@ class Library:
     device moves for each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank
     gets the sums of all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a
     linear layer, to cast it; the last layer, the head, is not cast, and has none of the shares of "aten.linear".
+    `keeps_casts`: weights are cast once a step, what several layers take once, and backward has what forward cast;
+    otherwise each layer casts both operands for itself, again in backward. `fuses`: what only moves bytes is one kernel
+    from one product to the next (`fused_s`).
     `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline, but on
     the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's. `batch_s`:
     seconds in which each stage but the first fetches its inputs once it has received, and its device waits.
@@ -166,6 +170,8 @@ class Library:
     gradient_copies: float = 0.0
     reduces_whole: bool = False
     cast_bytes: float = 0.0
+    keeps_casts: bool = False
+    fuses: bool = False
     buffers_by_stages: int = 0
     host_update: HostUpdate | None = None
     batch_s: float = 0.0
@@ -208,28 +214,55 @@ def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Exa
 def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
     plan = on_cluster(written, cluster)
     *_, last = plan.stages
-    casts_s = (_casts_s(stage, library, has_head=stage is last) for stage in plan.stages)
-    more_s = max(each_s + _synchronisation_s(stage, library) for each_s, stage in zip(casts_s, plan.stages))
-    once_s = plan.step_s - plan.timeline.step_s + more_s + (len(plan.stages) - 1) * library.batch_s
-    hidden = max((_hideable_s(stage, library) for stage in plan.stages), key=min)
-    return np.array([plan.timeline.step_s + once_s, *hidden])
+    stages, hidden = [_with_casts(stage, library, has_head=stage is last) for stage in plan.stages], (0.0, 0.0)
+    if len(stages) == 1:
+        moved_s, computing_s = _hideable_s(stages[0], library)
+        hidden = sum(moved_s.values()), computing_s
+    else:
+        stages = [_hiding(stage, library) for stage in stages]
+    ranks = range(plan.schedule.num_ranks)
+    once_s = max(sum(_synchronisation_s(stages[i], library) for i in plan.schedule.stages_of(rank)) for rank in ranks)
+    plan = replace(plan, stages=tuple(stages))
+    return np.array([plan.step_s + once_s + (len(stages) - 1) * library.batch_s, *hidden])
 
 
-def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
-    """Seconds of the collectives that computing may hide, and of that computing.
+def _with_casts(stage: Plan, library: Library, *, has_head: bool) -> Plan:
+    """The stage with its casts, and with the ops as one kernel that `library` fuses; a third of it in forward."""
+    more_s = _casts_s(stage, library, has_head=has_head) - (fused_s(stage) if library.fuses else 0.0)
+    forward_s, backward_s = stage.costs.compute_forward_s + more_s / 3, stage.costs.compute_backward_s + more_s * 2 / 3
+    return replace(stage, costs=replace(stage.costs, compute_forward_s=forward_s, compute_backward_s=backward_s))
+
+
+def _hiding(stage: Plan, library: Library) -> Plan:
+    """The stage without the collectives that its computing hides."""
+    moved_s, computing_s = _hideable_s(stage, library)
+    all_s, num = sum(moved_s.values()), stage.costs.num_microbatches
+    if not all_s:
+        return stage
+    share, shown_s = min(1.0, computing_s / all_s), dict(stage.costs.communication)
+    for (phase, is_once), hideable_s in moved_s.items():
+        shown_s[phase, is_once] -= share * hideable_s / (1 if is_once else num)
+    return replace(stage, costs=replace(stage.costs, communication=shown_s))
+
+
+def _hideable_s(stage: Plan, library: Library) -> tuple[Mapping[tuple[str, bool], float], float]:
+    """Seconds of the collectives that computing may hide, by phase and whether once a step, and of that computing.
 
     Of reductions, that of the gradient which backward completes last is hidden by nothing.
     """
     costs = stage.costs
     if library.hides == "nothing":
-        return 0.0, 0.0
+        return {}, 0.0
     if library.hides == "reductions":
         position = {op.name: number for number, op in enumerate(stage.graph.ops)}
         order = sorted(_reductions(stage), key=lambda p: min(position[user] for user in p.users))
-        return sum(p.time_s for p in order[1:]), costs.compute_backward_s / costs.num_microbatches
+        return {("backward", True): sum(p.time_s for p in order[1:])}, costs.compute_backward_s / costs.num_microbatches
     parameters = {item.value.name for item in stage.graph.of_kind("parameter")}
-    moved = [p for p in costs.collectives if library.hides == "all" or p.where in parameters]
-    moved_s = sum(costs.num_issued(p) * p.time_s for p in moved)
+    moved_s: dict[tuple[str, bool], float] = {}
+    for p in costs.collectives:
+        if library.hides == "all" or p.where in parameters:
+            key = p.collective.phase, p.is_once
+            moved_s[key] = moved_s.get(key, 0.0) + costs.num_issued(p) * p.time_s
     return moved_s, costs.compute_forward_s + costs.compute_backward_s
 
 
@@ -260,16 +293,24 @@ def _host_update_s(stage: Plan, host: HostUpdate | None) -> float:
 
 def _casts_s(stage: Plan, library: Library, *, has_head: bool) -> float:
     """Seconds of a step's casts: of both operands in forward, also in one that is made again, and of the gradient and
-    both in backward; and of the head, which is not cast.
+    both in backward, unless they are kept; and of the head, which is not cast.
     """
     if not library.cast_bytes:
         return 0.0
-    elements, again = 0, region_of_ops(stage.assignment.recomputed)
+    elements, weights, again = 0, 0, region_of_ops(stage.assignment.recomputed)
     linear = [op for op in stage.graph.ops if op.target == "aten.linear.default"]
+    known: set[str] = set()
     for op in linear[:-1] if has_head else linear:
-        inputs, outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
-        elements += (2 + (op.name in again)) * sum(map(math.prod, inputs[:2])) + math.prod(outputs[0])
-    moved = stage.training.num_microbatches * elements * library.cast_bytes
+        (taken, weight, *_), outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
+        num_forwards, is_known = 1 + (op.name in again), op.inputs[0].name in known
+        known.add(op.inputs[0].name)
+        elements += math.prod(outputs[0])
+        if library.keeps_casts:
+            elements += 0 if is_known else num_forwards * math.prod(taken)
+            weights += math.prod(weight)
+        else:
+            elements += (1 + num_forwards) * (math.prod(taken) + math.prod(weight))
+    moved = (stage.training.num_microbatches * elements + weights) * library.cast_bytes
     return moved / stage.cluster.memory_bandwidth_bytes_per_s + (_uncast_s(stage, linear[-1].name) if has_head else 0.0)
 
 
