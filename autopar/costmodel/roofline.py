@@ -74,12 +74,14 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
         return _in_steps(op, inputs, outputs, cluster)
     if family(op.target) == ATTENTION and _is_dense(op, inputs):
         return _written_out(op, inputs, outputs, cluster)
-    if not cluster.attention_kernels or family(op.target) != ATTENTION:
+    if family(op.target) != ATTENTION:
         return _one_kernel(op, inputs, outputs, cluster)
+    if not cluster.attention_kernels:
+        return _fused(op, inputs, outputs, cluster)
     if cluster.attention_kernels == (ANY,):
-        return min(_one_kernel(op, inputs, outputs, cluster), _written_out(op, inputs, outputs, cluster), key=sum)
+        return min(_fused(op, inputs, outputs, cluster), _written_out(op, inputs, outputs, cluster), key=sum)
     is_fused = attention_kernel(_call(op, inputs), cluster.attention_kernels) != SEPARATE
-    return (_one_kernel if is_fused else _written_out)(op, inputs, outputs, cluster)
+    return (_fused if is_fused else _written_out)(op, inputs, outputs, cluster)
 
 
 def _in_steps(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
@@ -135,6 +137,27 @@ def _written_out(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> t
     if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
         return forward_s, 0.0
     return forward_s, 2 * once_s + (7 + 3 * drops) * pass_s + 6 * cluster.kernel_s
+
+
+# Passes over a result by a part of the keys that went around a ring, in float32, to merge it with that by the parts
+# before: both are multiplied by their shares, added and written in place; and over a gradient, which is added to the
+# sum (`sbp.local_ops.sequence.attention_blocks`). Each takes one of the narrow result beside them.
+_MERGE_PASSES, _ADD_PASSES = 7, 2
+
+
+def _fused(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
+    """Attention by a fused kernel; of keys that go around a ring one for each part, with their results merged."""
+    forward_s, backward_s = _one_kernel(op, inputs, outputs, cluster)
+    num_parts = op.inputs[1].shape[-2] // max(1, inputs[1][-2])
+    if num_parts <= 1:
+        return forward_s, backward_s
+    size = op.outputs[0].dtype.itemsize
+    pass_s = num_parts * max(size, torch.float32.itemsize) / cluster.memory_bandwidth_bytes_per_s
+    narrow_s = num_parts * size / cluster.memory_bandwidth_bytes_per_s
+    forward_s += math.prod(outputs[0]) * (_MERGE_PASSES * pass_s + narrow_s)
+    if backward_s:
+        backward_s += sum(map(math.prod, inputs[:3])) * (_ADD_PASSES * pass_s + narrow_s)
+    return forward_s, backward_s
 
 
 def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Seconds that chains of ops which only move bytes take less as one kernel each, as compilers and libraries make them."""
+"""Seconds that chains of ops which only move bytes take less as one kernel each, as compilers make them."""
 
 import math
 from collections import defaultdict
@@ -56,7 +56,9 @@ def _chains(graph: Graph) -> tuple[Mapping[str, str], list[list[Op]]]:
         chain: list[Op] = []
         if _is_fusible(op):
             chain.append(op)
-            for earlier in {id(chain_of[n]): chain_of[n] for n in sources if n in chain_of and depth[n] == before}.values():
+            for earlier in {
+                id(chain_of[n]): chain_of[n] for n in sources if n in chain_of and depth[n] == before
+            }.values():
                 chain.extend(earlier)
                 chain_of.update((value.name, chain) for each in earlier for value in each.outputs)
         for value in op.outputs:

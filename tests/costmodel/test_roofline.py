@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.costmodel.cluster.attention_kernel import AttentionCall, attention_kernel
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import MemoryShare, ProductShare
-from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time
+from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time, shapes_time
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
@@ -180,6 +180,20 @@ def test_causal_attention_does_half_and_parts_without_equal_halves_wait_for_the_
         split = (part, (2, 3, keys, 4), (2, 3, keys, 4)), (part,)
         assert op_flops(full, *split) == op_flops(full, *whole_shapes) / 4
         assert op_flops(causal, *split) == op_flops(full, *split) * share
+
+
+def test_results_of_keys_that_go_around_a_ring_are_merged_in_float32():
+    """For each of four parts 7 passes of 4 bytes and one of 2 over a result, 2 and one over gradients of q, k and v."""
+    heads = [meta(2, 3, 16, 4, dtype=torch.bfloat16) for _ in range(3)]
+    op = make_op("aten.scaled_dot_product_attention.default", *heads)
+    part, num = (2, 3, 4, 4), 2 * 3 * 4 * 4
+    whole_keys = (part, (2, 3, 16, 4), (2, 3, 16, 4)), (part,)
+    ring = (part, part, part), (part,)
+    slow = replace(CLUSTER, flops_per_s={"float32": 1e5})  # products take longer than bytes
+    gathered, turned = (shapes_time(op, *each, slow) for each in (whole_keys, ring))
+    rate = slow.memory_bandwidth_bytes_per_s
+    assert turned[0] - gathered[0] == pytest.approx(4 * num * (7 * 4 + 2) / rate, rel=1e-3)
+    assert turned[1] - gathered[1] == pytest.approx(4 * 3 * num * (2 * 4 + 2) / rate, rel=1e-3)
 
 
 def test_backward_needs_a_product_per_tracked_input_only():
