@@ -9,9 +9,14 @@ from torch import nn
 
 from autopar.costmodel.cluster.hardware import LinkLevel
 from autopar.costmodel.cluster.presets import PRESETS
+from autopar.costmodel.roofline import op_time
+from autopar.ir.op_facts import ATTENTION, family
 from autopar.models.catalogue import Example
 from bench.fidelity.fused_kernels import fused_s
+from bench.fidelity.h100_models import h100_model
+from bench.fidelity.peak_bytes import peak_bytes
 from bench.fidelity.published_models import v100_gpt
+from bench.fidelity.run_again import ATTENTION_ALONE, OTHER_PRODUCTS, kept_results, run_again
 from bench.fidelity.written_plans import Library, WrittenPlan, staged, step_s
 
 BATCH, WIDTH = 32, 64
@@ -45,7 +50,7 @@ def test_a_chain_between_products_reads_and_writes_once_what_others_make_and_tak
     apart += 2 * (3 * size + 3 * size + (size + rows) + 2 * rows + (2 * size + rows) + (size + 4))
     together += (2 * size + 4) + (4 + 2 * 2 * size)
     rate = stage.cluster.memory_bandwidth_bytes_per_s
-    assert fused_s(stage) == pytest.approx((apart - together) / rate)
+    assert fused_s(stage, ()) == pytest.approx((apart - together) / rate)
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +80,32 @@ def test_casts_that_are_kept_are_made_of_weights_once_and_of_what_layers_share_o
     weights = 4 * hidden**2 + 2 * 4 * hidden**2
     moved = layers * (2 * (taken + given) + weights) * 1e3
     assert kept - plain == pytest.approx(moved / cluster.memory_bandwidth_bytes_per_s, rel=1e-6)
+
+
+def test_selective_recomputation_runs_every_second_product_and_no_attention_again():
+    model = partial(h100_model, "llama3-8b", 1, 128, layers=4)
+    (stage,) = staged(WrittenPlan(model, recomputed="all")).stages
+    again, kept = (names(stage, OTHER_PRODUCTS) for names in (run_again, kept_results))
+    products = [op for op in stage.graph.ops if op.target == "aten.linear.default"][:7]  # q, k, v, out, gate, up, down
+    assert [op.name in again for op in products] == [False, True, False, True, False, True, False]
+    assert [op.name in kept for op in products] == [True, False, True, False, True, False, True]
+    attention = [op for op in stage.graph.ops if family(op.target) == ATTENTION]
+    assert len(attention) == 4 and all(op.name in kept and op.name not in again for op in attention)
+    assert run_again(stage, ATTENTION_ALONE) == {op.name for op in attention}
+
+
+def test_what_runs_again_one_by_one_takes_a_forward_of_it_and_keeps_the_other_results():
+    model, cluster = partial(h100_model, "llama3-8b", 1, 128, layers=4), PRESETS["h100"]
+    none, some, every = (WrittenPlan(model, recomputed=which) for which in ("none", OTHER_PRODUCTS, "all"))
+    (stage,) = staged(every).stages
+    names = run_again(stage, OTHER_PRODUCTS)
+    of_plan = [step_s(written, cluster) for written in (none, some, every)]
+    again_s = [
+        sum(op_time(op, stage.assignment.strategies[op.name], stage.mesh.shape, cluster)[0] for op in ops)
+        for ops in ([op for op in stage.graph.ops if op.name in names], stage.graph.ops)
+    ]
+    assert of_plan[1] - of_plan[0] == pytest.approx(again_s[0])
+    assert of_plan[0] < of_plan[1] < of_plan[2] < of_plan[0] + again_s[1]
+    small, large = (peak_bytes(written, cluster, Library()) for written in (every, some))
+    kept = [op for op in stage.graph.ops if op.name in kept_results(stage, OTHER_PRODUCTS)]
+    assert large - small == sum(op.outputs[0].num_bytes for op in kept)

@@ -2,11 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from autopar.costmodel.activations.saved_activations import region_of_ops
 from autopar.costmodel.roofline import local_shapes, shapes_time
 from autopar.ir.graph import Graph, Op, resolve
 from autopar.ir.op_facts import family, is_view
@@ -16,13 +15,13 @@ from autopar.plans.plan import Plan
 _ROWWISE = frozenset(f"aten.{name}" for name in ("mean", "sum", "to", "cat"))
 
 
-def fused_s(stage: Plan) -> float:
+def fused_s(stage: Plan, again: Collection[str]) -> float:
     """Seconds of a step that `stage` takes less if each chain reads once what it takes from other ops, and writes once
-    what they take of it.
+    what they take of it; `again`: names of the ops that run again.
 
     Its backward reads that again, with the gradients of its results, and writes the gradients of what it took.
     """
-    again, less_s = region_of_ops(stage.assignment.recomputed), 0.0
+    less_s = 0.0
     base, chains = _chains(stage.graph)
     users, sizes = _users(stage.graph, base), _local_bytes(stage, base)
     for chain in chains:

@@ -9,6 +9,7 @@ from autopar.costmodel.cluster.measured_terms import ProductShare
 from autopar.costmodel.cluster.presets import PRESETS
 from bench.fidelity.h100_models import H100_MODELS, builder, config_of
 from bench.fidelity.published_rows import NCCL, Published, read
+from bench.fidelity.run_again import ATTENTION_ALONE, OTHER_PRODUCTS
 from bench.fidelity.written_plans import Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
@@ -139,6 +140,7 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
     experts = _num_experts(row)
     if experts > data and (data * tensor) % experts == 0:
         experts = data
+    selective = OTHER_PRODUCTS if is_torchtitan else ATTENTION_ALONE
     builder_of = _builder(row["model"], batch, int(row["sequence"]))
     return WrittenPlan(
         builder_of,
@@ -147,7 +149,7 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         stages,
         num_microbatches=batch // of_data,
         flavour="zero3" if int(row["fsdp"]) and stages == 1 else "zero2",
-        recomputed={"none": "none", "selective": "half", "full": "all"}[row["recompute"]],
+        recomputed={"none": "none", "selective": selective, "full": "all"}[row["recompute"]],
         chunks=chunks,
         are_sends_split=tensor > 1,
         num_layers=H100_MODELS[row["model"]].layers,

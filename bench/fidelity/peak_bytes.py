@@ -1,13 +1,23 @@
 """The predicted peak memory of a written plan."""
 
+import math
+from dataclasses import replace
+
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.roofline import local_shapes
 from autopar.peak_memory.predict import rank_peaks
+from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from bench.fidelity.run_again import SELECTIVE, kept_results
 from bench.fidelity.written_plans import Library, WrittenPlan, few_layers, on_cluster, staged, with_layers
 
 
 def peak_bytes(written: WrittenPlan, cluster: Cluster, library: Library) -> float:
     """Bytes of the device that needs most as `library` runs the plan; linear in the number of layers, as `step_s`."""
+    if not written.num_layers and written.recomputed in SELECTIVE:
+        every = replace(written, recomputed="all")
+        kept = (_kept_bytes(stage, written.recomputed) for stage in staged(every).stages)
+        return peak_bytes(every, cluster, library) + max(kept)
     if not written.num_layers:
         plan = on_cluster(staged(written), cluster)
         more = (_more_buffers(plan, rank, library) for rank in range(plan.schedule.num_ranks))
@@ -15,6 +25,16 @@ def peak_bytes(written: WrittenPlan, cluster: Cluster, library: Library) -> floa
     few = few_layers(written)
     low, high = (peak_bytes(with_layers(written, n), cluster, library) for n in (few, 2 * few))
     return low + (written.num_layers - few) / few * (high - low)
+
+
+def _kept_bytes(stage: Plan, which: str) -> float:
+    """Bytes of the results that blocks keep of the ops that do not run again, of all microbatches in flight."""
+    kept, num_bytes = kept_results(stage, which), 0
+    for op in stage.graph.ops:
+        if op.name in kept:
+            _, (shape, *_) = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
+            num_bytes += math.prod(shape) * op.outputs[0].dtype.itemsize
+    return stage.training.num_in_flight * num_bytes
 
 
 def _more_buffers(plan: StagedPlan, rank: int, library: Library) -> float:

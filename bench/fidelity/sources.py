@@ -78,19 +78,20 @@ SOURCES = (
         "Llama 3 on H100",
         "torchtitan (benchmarks/llama3_h100_202412_torchtitan.md): FSDP on H100 with 2.4 TB/s, limited to 500 W."
         " Fitted are factors of the preset's rates, one for eager and one for compiled code, on the two rows of 8 GPUs."
-        f" {_NCCL} Gathers and reductions run beside computing; selective recomputation is priced as that of half of"
-        " the blocks; float8 casts the operands of linear layers by dynamic scaling, and their products are twice as"
-        " fast: assumptions, of which the casts were added with the judged errors in sight. The head stays in bfloat16"
+        f" {_NCCL} Gathers and reductions run beside computing; selective recomputation keeps the results of"
+        " attention and of every second product (its policy for the option op); float8 casts the operands of linear"
+        " layers by dynamic scaling, and their products are twice as fast: assumptions, of which the casts were added with the judged errors in sight. The head stays in bfloat16"
         " (torchtitan's float8.py leaves out `output`), and what is recomputed is cast again. What torch.compile makes"
         " one kernel, from one product to the next, reads and writes once. Attention is as much slower than products as"
         " FlashAttention-2 of that length is than the best products, forward and backward apart (figures of the paper"
         " on FlashAttention-3); these two were added with judged errors of -15 and -39 % in sight: they made the two"
-        " fitted factors, which should be one, 0.82 and 0.95 before, 0.91 and 0.97. With context"
+        " fitted factors, which should be one, 0.82 and 0.95 before, 0.88 and 0.92. With context"
         " parallelism keys go around a ring beside attention; with async-tp all collectives go on beside computing. An"
         " interleaved schedule without a published number of stages has two a rank. There are as many microbatches as"
         " pipeline ranks and stages keep what they have gathered, torchtitan's defaults (its help of"
         " `pipeline_parallel_microbatches`, `reshard_after_forward = not pp_enabled`), which were looked up with judged"
-        " errors of +46 and +87 % in sight. Memory is the predicted peak.",
+        " errors of +46 and +87 % in sight. Memory measured is what the allocator had reserved"
+        " (`max_reserved_gib`), pieces that are free among it; predicted is the peak of what tensors take.",
         torchtitan_rows,
         ("eager", "compiled"),
         (1.0, 1.0),

@@ -1,7 +1,7 @@
 """Plans that people wrote and measured, as hand plans of the planner, priced on any cluster."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -12,7 +12,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import PlannedCollective, evaluate
 from autopar.costmodel.memory import update_bytes
-from autopar.costmodel.roofline import local_shapes
+from autopar.costmodel.roofline import local_shapes, op_time
 from autopar.costmodel.step_cost import step_cost
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
@@ -30,6 +30,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.schedule.orders import Schedule
 from bench.fidelity.fused_kernels import fused_s
+from bench.fidelity.run_again import SELECTIVE, run_again
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class WrittenPlan:
     """A plan as its authors describe it.
 
     `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
-    innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
-    "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`. `are_sends_split`: over the tensor
-    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`; so many layers in turn as
-    `period` are of different kinds. `experts`: the data ranks that share a set of experts. `sequence`: the ranks that
-    share a sequence, around a ring. `is_sequence_parallel`: tensor ranks split it between their regions.
+    innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none" or "all" of
+    the blocks, or one of `SELECTIVE` in each. `chunks`: stages of a rank. `optimizer`: as in `Training`.
+    `are_sends_split`: over the tensor ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as
+    `layers`; so many layers in turn as `period` are of different kinds. `experts`: the data ranks that share a set of
+    experts. `sequence`: the ranks that share a sequence, around a ring. `is_sequence_parallel`: tensor ranks split it
+    between their regions.
     """
 
     build: Callable[..., Example]
@@ -81,14 +83,12 @@ def staged(written: WrittenPlan) -> StagedPlan:
     schedule = _schedule(written)
     ((plan, assignment, blocks),) = profiled(model, (plan,), num, mesh, _ANY, training)
     own = replace(as_run(blocks, schedule), is_recomputable=blocks.is_recomputable)
-    again = "none" if written.recomputed == "none" else "all"
+    again = "none" if written.recomputed in ("none", *SELECTIVE) else "all"
     cuts = (
         cut_blocks(own, schedule, cut, again, math.inf)
         for cut in (("even", "balanced") if written.stages > 1 else ("balanced",))
     )
     partition = next(cut for cut in cuts if cut is not None)
-    if written.recomputed == "half":
-        partition = replace(partition, num_recomputed=tuple(num // 2 for num in partition.num_recomputed))
     point = Staged(plan, mesh, schedule, partition, 0.0, assignment)
     return plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
 
@@ -189,9 +189,9 @@ def _parts(written: WrittenPlan, cluster: Cluster, library: Library) -> np.ndarr
     They are linear in the number of layers, so that a plan with `num_layers` is priced with few and with twice as many.
     """
     if not written.num_layers:
-        return _parts_of(staged(written), cluster, library)
+        return _parts_of(written, cluster, library)
     few = few_layers(written)
-    low, high = (_parts_of(staged(with_layers(written, n)), cluster, library) for n in (few, 2 * few))
+    low, high = (_parts_of(with_layers(written, n), cluster, library) for n in (few, 2 * few))
     return low + (written.num_layers - few) / few * (high - low)
 
 
@@ -211,10 +211,14 @@ def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Exa
     return partial(build, layers=num_layers)
 
 
-def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
-    plan = on_cluster(written, cluster)
+def _parts_of(written: WrittenPlan, cluster: Cluster, library: Library) -> np.ndarray:
+    plan = on_cluster(staged(written), cluster)
     *_, last = plan.stages
-    stages, hidden = [_with_casts(stage, library, has_head=stage is last) for stage in plan.stages], (0.0, 0.0)
+    again = again_of(written)
+    stages, hidden = (
+        [_with_casts(s, library, names, has_head=s is last) for s, names in zip(plan.stages, again)],
+        (0.0, 0.0),
+    )
     if len(stages) == 1:
         moved_s, computing_s = _hideable_s(stages[0], library)
         hidden = sum(moved_s.values()), computing_s
@@ -226,10 +230,23 @@ def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.nda
     return np.array([plan.step_s + once_s + (len(stages) - 1) * library.batch_s, *hidden])
 
 
-def _with_casts(stage: Plan, library: Library, *, has_head: bool) -> Plan:
-    """The stage with its casts, and with the ops as one kernel that `library` fuses; a third of it in forward."""
-    more_s = _casts_s(stage, library, has_head=has_head) - (fused_s(stage) if library.fuses else 0.0)
+def again_of(written: WrittenPlan) -> list[Collection[str]]:
+    """Names of the ops of each stage that run again."""
+    if written.recomputed in SELECTIVE:
+        return [run_again(stage, written.recomputed) for stage in staged(replace(written, recomputed="all")).stages]
+    return [region_of_ops(stage.assignment.recomputed).keys() for stage in staged(written).stages]
+
+
+def _with_casts(stage: Plan, library: Library, again: Collection[str], *, has_head: bool) -> Plan:
+    """The stage with its casts, and with the ops as one kernel that `library` fuses; a third of it in forward. Ops that
+    run `again` one by one are added to backward.
+    """
+    more_s = _casts_s(stage, library, again, has_head=has_head) - (fused_s(stage, again) if library.fuses else 0.0)
     forward_s, backward_s = stage.costs.compute_forward_s + more_s / 3, stage.costs.compute_backward_s + more_s * 2 / 3
+    for op in stage.graph.ops if not stage.assignment.recomputed else ():
+        if op.name in again:
+            again_s, _ = op_time(op, stage.assignment.strategies[op.name], stage.mesh.shape, stage.cluster)
+            backward_s += stage.training.num_microbatches * again_s
     return replace(stage, costs=replace(stage.costs, compute_forward_s=forward_s, compute_backward_s=backward_s))
 
 
@@ -291,13 +308,13 @@ def _host_update_s(stage: Plan, host: HostUpdate | None) -> float:
     return update_s + 2 * 4 * num * stage.cluster.host_s_per_byte - stage.costs.optimizer_s
 
 
-def _casts_s(stage: Plan, library: Library, *, has_head: bool) -> float:
+def _casts_s(stage: Plan, library: Library, again: Collection[str], *, has_head: bool) -> float:
     """Seconds of a step's casts: of both operands in forward, also in one that is made again, and of the gradient and
     both in backward, unless they are kept; and of the head, which is not cast.
     """
     if not library.cast_bytes:
         return 0.0
-    elements, weights, again = 0, 0, region_of_ops(stage.assignment.recomputed)
+    elements, weights = 0, 0
     linear = [op for op in stage.graph.ops if op.target == "aten.linear.default"]
     known: set[str] = set()
     for op in linear[:-1] if has_head else linear:
