@@ -10,8 +10,25 @@ from typing import TypeVar
 from autopar.mesh import SeenShares
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Placement:
+class _Unique(type):
+    """The class of a class whose equal instances are one object, so that they hash and compare as fast as any object:
+    planning does both by the million.
+    """
+
+    _instances: dict[tuple[object, ...], "Placement"] = {}
+
+    def __call__(
+        cls, kind: str, dim: int = -1, unit: int = 1, shares: tuple[int, ...] = (), sections: tuple[int, ...] = ()
+    ) -> "Placement":
+        key = (kind, dim, unit, shares, sections)
+        one = cls._instances.get(key)
+        if one is None:
+            one = cls._instances.setdefault(key, super().__call__(*key))
+        return one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement(metaclass=_Unique):
     """The way a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with a pending gradient.
 
     L: each rank has what it computed of its own tokens alone, which is no part of the global value: L(dim) has a part
@@ -41,6 +58,9 @@ class Placement:
         return f"{name}({self.dim}{unit}{f':{format_shares(self.shares)}' if self.shares else ''}{sections})"
 
     __repr__ = __str__
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return Placement, (self.kind, self.dim, self.unit, self.shares, self.sections)
 
     @property
     def is_split(self) -> bool:
