@@ -1,16 +1,18 @@
-"""A lower bound of the step time from the work alone, for all strategies."""
+"""Lower bounds of the step time, from the work alone, and of the memory, from what is saved, for all strategies."""
 
 from functools import cache
 from itertools import product
 
 import numpy as np
 
+from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.costmodel.cluster.hardware import Cluster, DeviceGroups
 from autopar.costmodel.memory import update_bytes, update_time
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh, SeenShares
+from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I
 
 
@@ -26,6 +28,32 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
         if isinstance(rows, SeenShares):
             share = min(share, rows[rows.seen] / sum(rows) * mesh.shape[axis] / mesh.num_devices)
     return share * sum(work_s(graph, cluster, training))
+
+
+def floor_bytes(graph: Graph, num_devices: int) -> float:
+    """Bytes of activations that a device of `num_devices` has to save at least where nothing is recomputed, offloaded or
+    done in microbatches.
+
+    Each saved tensor is somewhere: on average a device has its share. Ops that have local implementations are left out,
+    since those may save others. Views of one tensor count once, by the largest of those that are saved.
+    """
+    root = {item.value.name: item.value.name for item in graph.inputs}
+    num_bytes = {item.value.name: 0.0 for item in graph.inputs}  # not saved by an op
+    saved: dict[str, float] = {}
+    internal_bytes = 0.0
+    for op in graph.ops:
+        found = footprint(op)
+        for value, source in zip(op.outputs, found.alias_of):
+            root[value.name] = value.name if source < 0 else root[op.inputs[source].name]
+            num_bytes.setdefault(root[value.name], value.num_bytes)
+        if op.target in LOCAL_OPS:
+            continue
+        internal_bytes += found.internal_bytes
+        kept = [op.inputs[slot] for slot in found.saved_inputs] + [op.outputs[slot] for slot in found.saved_outputs]
+        for value in kept:
+            name = root[value.name]
+            saved[name] = max(saved.get(name, 0.0), min(value.num_bytes, num_bytes[name]))
+    return (sum(saved.values()) + internal_bytes) / num_devices
 
 
 def work_s(graph: Graph, cluster: Cluster, training: Training = WHOLE_BATCH) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.training import Training
-from autopar.costmodel.work_bound import floor_s
+from autopar.costmodel.work_bound import floor_bytes, floor_s
 from autopar.errors import InfeasibleError, PinError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -25,6 +25,7 @@ from autopar.planner.layouts.tie import least_communication
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
+from autopar.units import format_bytes
 
 # Stages and microbatches change the training loop: they are chosen if they gain more than this share of a step.
 WORTH = 0.05
@@ -175,6 +176,11 @@ def _by_hand(
             " 'dp=8,tp=8'"
         )
     limit, training = request.limit_bytes, request.training
+    if budget.has_other and (least_bytes := floor_bytes(graph, devices.num_devices)) > limit:
+        raise InfeasibleError(
+            f"without microbatches and checkpointing a device saves {format_bytes(least_bytes)} of activations at least,"
+            f" more than the limit of {format_bytes(limit)}"
+        )
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
     with budget.left_at_interrupt() if budget.has_other else nullcontext(), budget.timed("hand plans"):
