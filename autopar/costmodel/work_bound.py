@@ -31,8 +31,8 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
 
 
 def floor_bytes(graph: Graph, num_devices: int) -> float:
-    """Bytes of activations that a device of `num_devices` has to save at least where nothing is recomputed, offloaded or
-    done in microbatches.
+    """Bytes of activations that a device of `num_devices` has to save at least where nothing is recomputed, nothing
+    offloaded and nothing done in microbatches.
 
     Each saved tensor is somewhere: on average a device has its share. Ops that have local implementations are left out,
     since those may save others. Views of one tensor count once, by the largest of those that are saved.

@@ -5,26 +5,24 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar.mesh import SeenShares
 
 
 class _Unique(type):
-    """The class of a class whose equal instances are one object, so that they hash and compare as fast as any object:
-    planning does both by the million.
+    """The class of `Placement`, of which equal instances are one object, so that they hash and compare as fast as any
+    object: planning does both by the million.
     """
-
-    _instances: dict[tuple[object, ...], "Placement"] = {}
 
     def __call__(
         cls, kind: str, dim: int = -1, unit: int = 1, shares: tuple[int, ...] = (), sections: tuple[int, ...] = ()
-    ) -> "Placement":
+    ) -> Any:
         key = (kind, dim, unit, shares, sections)
-        one = cls._instances.get(key)
-        if one is None:
-            one = cls._instances.setdefault(key, super().__call__(*key))
-        return one
+        return _PLACEMENTS.get(key) or _PLACEMENTS.setdefault(key, super().__call__(*key))
+
+
+_PLACEMENTS: dict[tuple[Any, ...], Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +57,15 @@ class Placement(metaclass=_Unique):
 
     __repr__ = __str__
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return Placement, (self.kind, self.dim, self.unit, self.shares, self.sections)
+    @property
+    def _key(self) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
+        return self.kind, self.dim, self.unit, self.shares, self.sections
+
+    def __lt__(self, other: "Placement") -> bool:
+        return self._key < other._key
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Placement, self._key
 
     @property
     def is_split(self) -> bool:

@@ -13,9 +13,9 @@ from autopar.planner.budget import Budget
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
+from autopar.search.bounds.drop_edges import tractable
 from autopar.search.bounds.lagrange import least_memory
 from autopar.search.min_plus.eliminate import Limits
-from autopar.search.bounds.drop_edges import tractable
 from tests.planner.cases import CPU, folded, traced
 
 
@@ -36,6 +36,6 @@ def test_no_plan_saves_less_than_the_floor(name, shape):
 def test_an_open_mesh_is_not_searched_where_the_floor_is_above_the_limit_and_another_way_has_a_plan():
     limit = 0.9 * floor_bytes(traced("gpt2"), 4)
     request, budget = PlanRequest(memory_limit_bytes=limit), replace(Budget.of(60.0), has_other=True)
-    with pytest.raises(InfeasibleError, match="saves .* of activations at least, more than the limit"):
+    with pytest.raises(InfeasibleError, match=r"saves .* of activations at least, more than the limit"):
         make_plan(traced("gpt2"), Devices(4), CPU, request, budget=budget)
     assert budget.timings == {}

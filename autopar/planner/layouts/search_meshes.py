@@ -178,8 +178,8 @@ def _by_hand(
     limit, training = request.limit_bytes, request.training
     if budget.has_other and (least_bytes := floor_bytes(graph, devices.num_devices)) > limit:
         raise InfeasibleError(
-            f"without microbatches and checkpointing a device saves {format_bytes(least_bytes)} of activations at least,"
-            f" more than the limit of {format_bytes(limit)}"
+            f"without microbatches and checkpointing a device saves {format_bytes(least_bytes)} of activations at"
+            f" least, more than the limit of {format_bytes(limit)}"
         )
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
