@@ -172,10 +172,12 @@ def _planned(
         for number, point in enumerate(pool.map(PointTask.plan, tasks)):
             tell(f"{number + 1} of {len(tasks)} points")
             yield point
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    except BaseException:
         for worker in {*multiprocessing.active_children()} - others:  # after Ctrl-C each is in the middle of a point
             worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for its thread, which at exit would find its pipe closed
 
 
 def _begin(traced: bytes) -> None:
