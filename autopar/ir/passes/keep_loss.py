@@ -8,7 +8,8 @@ from autopar.torch_compat import pytree
 
 
 def loss_only(graph: Graph) -> Graph:
-    """`graph` with its loss as only output: the first output that is a single number and has a gradient.
+    """`graph` with its loss as only output: the first output that is a single number and has a gradient; the same graph
+    if it has no other.
 
     AutoparError if there is none.
     """
@@ -18,4 +19,6 @@ def loss_only(graph: Graph) -> Graph:
             "the model returns no loss, a single number with a gradient, that train_step could differentiate; give the"
             " labels to the model if it takes them, or loss_fn= to autopar.compile"
         )
-    return replace(graph, outputs=(losses[0],), output_spec=pytree.tree_flatten(0)[1])
+    spec = pytree.tree_flatten(0)[1]
+    is_alone = graph.outputs == (losses[0],) and graph.output_spec == spec
+    return graph if is_alone else replace(graph, outputs=(losses[0],), output_spec=spec)

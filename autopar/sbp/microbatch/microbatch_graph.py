@@ -48,7 +48,8 @@ class Microbatched:
 
 
 def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
-    """The graph of one of `num_microbatches` microbatches of the whole-batch `graph`; with one, the graph unchanged.
+    """The graph of one of `num_microbatches` microbatches of the whole-batch `graph`; with one, the graph unchanged. It
+    is made once, and kept as long as `graph`.
 
     MicrobatchError for an op that needs the whole batch at once (batch norm in training above all), naming the op and
     its module, and for a number that does not divide the batch, naming the nearest that do.
@@ -56,12 +57,20 @@ def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
     if num_microbatches == 1:
         values = [item.value for item in graph.inputs] + [value for value in graph.outputs if isinstance(value, Value)]
         return Microbatched(graph, 1, {value.name: I for value in values})
-    split = graph.once(split_batch)
-    _check_count(graph, split, num_microbatches)
-    writing = _Writing(graph, split, num_microbatches)
-    for op in graph.ops:
-        writing.add(op)
-    return writing.finish()
+    made = graph.once(_made)
+    if num_microbatches not in made:
+        split = graph.once(split_batch)
+        _check_count(graph, split, num_microbatches)
+        writing = _Writing(graph, split, num_microbatches)
+        for op in graph.ops:
+            writing.add(op)
+        made[num_microbatches] = writing.finish()
+    return made[num_microbatches]
+
+
+def _made(_: Graph) -> dict[int, Microbatched]:
+    """The microbatches made so far, by their number."""
+    return {}
 
 
 def microbatch_counts(graph: Graph) -> tuple[int, ...]:
