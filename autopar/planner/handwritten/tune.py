@@ -55,23 +55,21 @@ def tuned(
     *,
     memory_limit_bytes: float = math.inf,
     training: Training = WHOLE_BATCH,
-    kinds: tuple[str, ...] = ("data", "tensor"),
+    most_tensor: float = math.inf,
     deadline: Deadline = NEVER,
 ) -> Tuned:
     """The hand plans ddp, zero and megatron in all flavours, priced: for each choice of tensor axes of a mesh.
 
-    On `Devices`: for each factorisation into dp x tp (tp inner). `kinds`: "data" for plans that split the batch alone,
-    "tensor" for all others. After `deadline` no further factorisation is tried. MeshError if the devices do not match
-    the cluster.
+    On `Devices`: for each factorisation into dp x tp (tp inner) with at most `most_tensor` devices of tp. After
+    `deadline` no further factorisation is tried. MeshError if the devices do not match the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
     outline = outlined(graph, folded)
     fitting: dict[tuple[Mesh, HandPlan], tuple[Tried, Assignment]] = {}
-    for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
+    for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices, most_tensor):
         if fitting and deadline.is_past:
             break
-        choices = _plans(grid, outline) if isinstance(mesh, Mesh) else _plans_by_name(grid, outline)
-        plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
+        plans = tuple(_plans(grid, outline) if isinstance(mesh, Mesh) else _plans_by_name(grid, outline))
         for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
             fitting[grid, tried.plan] = tried, assignment
     tried = sorted((one for one, _ in fitting.values()), key=lambda one: one.costs.step_s)
@@ -79,9 +77,9 @@ def tuned(
     return Tuned(best, outline.short.expand(fitting[best.mesh, best.plan][1]) if best else None, tuple(tried))
 
 
-def _grids(num_devices: int) -> Iterator[Mesh]:
+def _grids(num_devices: int, most_tensor: float) -> Iterator[Mesh]:
     """The meshes dp x tp of `num_devices`, row-major, without axes of size 1."""
-    for tensor in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
+    for tensor in (size for size in range(1, num_devices + 1) if num_devices % size == 0 and size <= most_tensor):
         sizes = {"dp": num_devices // tensor, "tp": tensor}
         named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
         yield Mesh(tuple(named.values()), tuple(named))

@@ -11,6 +11,13 @@ from autopar.mesh import Devices, Mesh
 
 # Letters of the axes by link level, from the inside out: devices of a node, nodes, groups of nodes.
 _LETTERS = "dng"
+# Tensor-parallel degrees beyond this many nodes are not tried by hand where there are stages instead.
+_MOST_NODES = 2
+
+
+def most_tensor(num_devices: int, cluster: Cluster) -> int:
+    """The largest degree of tensor parallelism of the hand plans beside or within stages."""
+    return _MOST_NODES * (cluster.levels[0].size or num_devices)
 
 
 def as_used(devices: Devices, cluster: Cluster) -> Cluster:

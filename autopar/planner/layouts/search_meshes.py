@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import Cluster
@@ -18,7 +19,7 @@ from autopar.planner.budget import Budget, Interrupted
 from autopar.planner.fit_memory import MOST_TRIES, Fit, LimitedSearch, Predict
 from autopar.planner.handwritten.tune import Tried, Tuned, tuned
 from autopar.planner.layouts.many_axes import coarse_to_fine, refined
-from autopar.planner.layouts.mesh_shapes import as_used, factorise
+from autopar.planner.layouts.mesh_shapes import as_used, factorise, most_tensor
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
 from autopar.planner.layouts.tie import least_communication
@@ -183,10 +184,10 @@ def _by_hand(
         )
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
+    most = most_tensor(devices.num_devices, cluster) if has_other else math.inf
+    asked: dict[str, Any] = {"memory_limit_bytes": limit, "training": training}
     with budget.left_at_interrupt() if budget.has_other else nullcontext(), budget.timed("hand plans"):
-        by_hand = tuned(
-            graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline
-        )
+        by_hand = tuned(graph, fold(graph), devices, cluster, **asked, most_tensor=most, deadline=deadline)
     if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
         raise InfeasibleError(
             f"no plan without stages and microbatches takes less than {to_beat_s} s; a plan with them is better"

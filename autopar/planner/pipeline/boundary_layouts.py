@@ -1,7 +1,7 @@
 """The layouts of the boundary tensors of a pipeline, chosen for the fastest step."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,10 +42,8 @@ _LIMITS = Limits(additions=1e8)
 Crossing = Mapping[str, Layout]
 
 
-def choose_crossing(
-    cut: Cut, point: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
-) -> dict[str, Layout]:
-    """Name of each boundary tensor of `cut`, the stages of `point` -> its layout on their `mesh`.
+def choose_crossing(pipeline: "OpenStages") -> dict[str, Layout]:
+    """Name of each boundary tensor of the stages -> its layout on their mesh.
 
     Tensors of one shape that have one layout in the hand plan keep one.
 
@@ -53,10 +51,10 @@ def choose_crossing(
     simulated with the best time of each stage for these layouts, without a memory limit. Nothing is tried if even the
     best times for any layouts, with the fewest bytes sent, would not be shorter.
     """
+    cut, budget = pipeline.cut, pipeline.budget
     best = crossing_layouts(cut)
     if not best or budget.is_spent:
         return best
-    pipeline = _Pipeline(cut, point, mesh, cluster, request, budget)
     best_s = pipeline.step_s(best)
     if pipeline.least_s() > (1 - _WORTH) * best_s:
         return best
@@ -96,7 +94,7 @@ class _Ends:
 
     def least_s(self, layouts: tuple[Layout, ...] | None) -> float:
         """Seconds of the fastest choice with these boundary layouts, of any if None; infinity if there is none."""
-        chosen = {} if layouts is None else self._options(layouts)
+        chosen = {} if layouts is None else self._options(layouts, self._core.nodes)
         if chosen is None:
             return math.inf
         if self._by_options is None:
@@ -119,15 +117,27 @@ class _Ends:
         order = elimination_order(table, _LIMITS, kept=frozenset(map(self._core.nodes.index, self.nodes)))
         return None if order is None else eliminate(table, order)
 
-    def _options(self, layouts: tuple[Layout, ...]) -> dict[int, int] | None:
-        """Each of `nodes`, by its number in the core -> its option with the layout; None if a layout is no option."""
+    def of(self, layouts: tuple[Layout, ...]) -> Problem | None:
+        """The problem with these boundary layouts alone; None if one is no option."""
+        chosen, priced = self._options(layouts, range(len(self.problem.priced.entities))), self.problem.priced
+        if chosen is None:
+            return None
+        entities: list[Any] = [*priced.entities]
+        for node, index in chosen.items():
+            entities[node] = replace(entities[node], options=(entities[node].options[index],))
+        return replace(
+            self.problem, priced=replace(priced, entities=tuple(entities), table=_fixed(priced.table, chosen))
+        )
+
+    def _options(self, layouts: tuple[Layout, ...], among: Sequence[int]) -> dict[int, int] | None:
+        """Each of `nodes`, by its number `among` others -> its option with the layout; None if one is no option."""
         chosen = {}
         for node, layout in zip(self.nodes, layouts):
             entity = self.problem.priced.entities[node]
             option = Stored(layout) if entity.kind == "input" else layout
             if option not in entity.options:
                 return None
-            chosen[self._core.nodes.index(node)] = entity.options.index(option)
+            chosen[among.index(node)] = entity.options.index(option)
         return chosen
 
     def _searched_s(self, chosen: Mapping[int, int]) -> float:
@@ -138,10 +148,11 @@ class _Ends:
             return math.inf
 
 
-class _Pipeline:
-    """The step of the pipeline for any boundary layouts.
+class OpenStages:
+    """The stages of `cut`, that of `point`, on their `mesh` with their boundary layouts open, without a memory limit:
+    the step for any of these layouts.
 
-    Each pair of a stage (up to isomorphism) and its boundary layouts is searched once.
+    Each stage (up to isomorphism) is priced once, and searched once for each choice of its boundary layouts.
     """
 
     def __init__(
@@ -195,6 +206,17 @@ class _Pipeline:
     def _sent_bytes(self, number: int, crossing: Crossing) -> float:
         sent = [self.values[name] for name in self.cut.stages[number].sends]
         return float(sum(local_bytes(x.shape, x.dtype.itemsize, crossing[x.name], self.mesh.shape) for x in sent))
+
+    def problem_of(self, number: int, request: PlanRequest, crossing: Crossing) -> tuple[Setting, Problem] | None:
+        """The search problem of a stage isomorphic to this one with the boundary layouts of `crossing`; None if
+        `request` asks for other plans than are open here, in time or by what is saved.
+        """
+        asked = replace(request, training=replace(request.training, num_in_flight=1), crossing={})
+        if replace(asked, memory_limit_bytes=math.inf) != self._request(number) or self.budget.is_spent:
+            return None
+        stage, ends = self.cut.stages[number], self._ends(number)
+        problem = ends.of(tuple(crossing[name] for name in (*stage.receives, *stage.sends)))
+        return None if problem is None else (ends.setting, problem)
 
     def _stage_s(self, number: int, crossing: Crossing | None) -> float:
         """Seconds of a stage for a microbatch, with a share of its work once a step; None: least over all layouts."""

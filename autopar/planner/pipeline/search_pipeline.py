@@ -13,7 +13,8 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
-from autopar.planner.pipeline.boundary_layouts import choose_crossing
+from autopar.planner.layouts.mesh_shapes import most_tensor
+from autopar.planner.pipeline.boundary_layouts import OpenStages, choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import search_lightest
@@ -41,8 +42,6 @@ _NEARLY = 1.25
 _MOST_SHOWN = 8
 # Shares of the time left: for the sweep, for a bound, and for the search of a point.
 _SHARE_OF_SWEEP, _SHARE_OF_BOUND, _SHARE_OF_POINT = 0.4, 0.1, 0.9
-# Tensor-parallel degrees beyond this many nodes are not tried.
-_MOST_NODES = 2
 # If the predicted peak of no searched point fits, the sweep is repeated under a limit lowered by this factor; after the
 # deadline, by the excess of the first peak over its estimate, which is surely enough.
 _MOST_SWEEPS, _LOWERED = 3, 0.85
@@ -101,7 +100,7 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
             offered = grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=min(counts))
             yield from ((num, own) for num, own in offered if num > 1 and not any(x % own.num_devices for x in counts))
             return
-        most = _MOST_NODES * (cluster.levels[0].size or mesh.num_devices)
+        most = most_tensor(mesh.num_devices, cluster)
         yield from grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=most)
         return
     if PIPELINE not in mesh.axis_names:
@@ -271,12 +270,13 @@ def _search_point(
     part = fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
     cut = cut_as(model, point)
     part.show("stages", cut)
-    by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
+    opened = OpenStages(cut, point, point.mesh, cluster, request, part)
+    by_hand, chosen = crossing_layouts(cut), choose_crossing(opened)
     crossings = [by_hand] + [chosen] * (chosen != by_hand)
     to_beat_s = min(whole.step_s, fit.to_beat_s) if is_alone else math.inf
     offloading, keeping = (
         tuple(
-            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves, is_known), StageCache())
+            (CutTask(cut, point, point.mesh, cluster, request, crossing, opened, moves, is_known), StageCache())
             for crossing in crossings
         )
         for moves in (True, False)
@@ -287,7 +287,7 @@ def _search_point(
         bounds.learn(point.mesh, point.schedule, least_s)
     # the time was up, or the best plan of each stage is not the best for the pipeline
     if point.step_s < to_beat_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
-        written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
+        written = CutTask(cut, point, point.mesh, cluster, request, by_hand, opened), StageCache()
         plans = [plan, searched(PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
     search = LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=searches)

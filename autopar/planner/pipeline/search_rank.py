@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.costmodel.activations.saved_activations import Regions
-from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.evaluate import Costs, evaluate, planned_collectives
 from autopar.costmodel.state_offload import hostable, optimizer_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -185,7 +186,7 @@ def _filled(at: RankTask, candidates: Iterable[StagePlans], stages: Stages) -> S
         cost_s = sum(part.known.step_s for part in made)
         if made and (best is None or cost_s < best.cost_s):
             pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.known for part in made)
-            best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
+            best = replace(one, parts=pairs, cost_s=cost_s, costs=costs, first=())
     return best
 
 
@@ -205,20 +206,46 @@ def _unlimited(at: RankTask, stages: Stages) -> StagePlans:
     for one in stages:
         key = key_of((one,))
         if key not in at.cache.free:
-            at.cache.free[key] = _search(at, (one,), math.inf, 0.0)
+            at.cache.free[key] = _opened(at, one) or _search(at, (one,), math.inf, 0.0)
         plans.append(at.cache.free[key].of_others((one,)))
-    return StagePlans(tuple(part for one in plans for part in one.parts), sum(one.cost_s for one in plans))
+    parts, first = (tuple(x for one in plans for x in getattr(one, name)) for name in ("parts", "first"))
+    return StagePlans(parts, sum(one.cost_s for one in plans), first=first)
+
+
+def _opened(at: RankTask, one: Wanted) -> StagePlans | None:
+    """The best plan of a stage without a memory limit, from the tables that the boundary layouts were chosen by; None
+    if these are of other plans.
+    """
+    found = at.task.opened.problem_of(one.number, one.request, at.task.crossing)
+    if found is None:
+        return None
+    setting, problem = found
+    start = problem.encode(restricted(at.task.cut.by_hand, problem.graph, at.task.crossing))
+    choice = replace(setting, budget=at.budget).search(problem, [] if start is None else [start])
+    parts = ((problem.graph, problem.decode(choice.strategies)),)
+    return StagePlans(parts, choice.cost_s, lower_bound_s=choice.lower_bound_s)
 
 
 def _priced(at: RankTask, plans: StagePlans, stages: Stages) -> StagePlans:
     """With what the parts take, by themselves: a table of their stages, of which most need none, takes ten times as
-    long.
+    long. Isomorphic stages with as much in flight take the same.
     """
-    costs = tuple(
-        evaluate(graph, own, at.task.mesh, at.task.cluster, training=one.request.training)
-        for one, (graph, own) in zip(stages, plans.parts, strict=True)
-    )
+    firsts = plans.first or tuple(own for _, own in plans.parts)
+    costs = tuple(_costs(at, one, *part, first) for one, part, first in zip(stages, plans.parts, firsts, strict=True))
     return replace(plans, memory_bytes=sum(one.total_memory_bytes for one in costs), costs=costs)
+
+
+def _costs(at: RankTask, one: Wanted, graph: Graph, own: Assignment, first: Assignment) -> Costs:
+    """The costs of `own`, which is `first` renamed."""
+    key, place, training = (
+        (one.key, one.request.training, id(first)),
+        (at.task.mesh, at.task.cluster),
+        one.request.training,
+    )
+    if key not in at.cache.costs:
+        at.cache.costs[key] = first, evaluate(graph, own, *place, training=training)
+    _, costs = at.cache.costs[key]
+    return replace(costs, listed=partial(planned_collectives, graph, own, *place, training))
 
 
 def _fits(at: RankTask, plans: StagePlans) -> bool:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.evaluate import Costs
 from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import Segments, segmented
 from autopar.ir.folding.stage_fold import fold_of_stage
@@ -15,6 +16,7 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import with_moves
 from autopar.planner.layouts.two_groups import mixture, two_groups
+from autopar.planner.pipeline.boundary_layouts import OpenStages
 from autopar.planner.pipeline.cut_stages import Cut
 from autopar.planner.pipeline.equal_stages import wiring_of
 from autopar.planner.pipeline.sweep import Staged
@@ -36,8 +38,8 @@ _EXACT = 1e-9
 class CutTask:
     """The stages of one cut of `point`, to be searched on their own `mesh`.
 
-    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded. `must_save`:
-    whether plans that recompute and offload no activations are known already.
+    `crossing`: boundary tensor -> layout; `opened`: the stages with these open. `may_move_state`: whether optimizer
+    state may be offloaded. `must_save`: whether plans that recompute and offload no activations are known already.
     """
 
     cut: Cut
@@ -46,6 +48,7 @@ class CutTask:
     cluster: Cluster
     request: PlanRequest
     crossing: Mapping[str, Layout]
+    opened: OpenStages
     may_move_state: bool = True
     must_save: bool = False
 
@@ -86,7 +89,8 @@ class StageCache:
     `solved`: (rank, its limit) -> plans of its stages, which agree on `tied`: FQN of a parameter of several stages ->
     its layout on the first that was solved. By keys of isomorphic ranks (`key_of`): `free`, plans without a memory
     limit; `known`, plans within one; `on_host`, plans within one that offload optimizer state; `failed`, the least
-    pressure under which nothing fitted. `problems`: the latest tables.
+    pressure under which nothing fitted. `problems`: the latest tables. `costs`: of plans of isomorphic stages, by
+    these and what is in flight, the assignment of the first and what it costs.
     """
 
     solved: dict[tuple[int, float], SolvedStages] = field(default_factory=dict)
@@ -96,6 +100,7 @@ class StageCache:
     on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
     failed: dict[Any, float] = field(default_factory=dict)
     problems: dict[Any, Problem] = field(default_factory=dict)
+    costs: dict[Any, tuple[Assignment, Costs]] = field(default_factory=dict)
     by_cluster: dict[Cluster, "StageCache"] = field(default_factory=dict)
 
     def of(self, cluster: Cluster) -> "StageCache":

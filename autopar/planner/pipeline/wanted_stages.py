@@ -74,6 +74,7 @@ class StagePlans:
     is_short: memory costs more in them than to have optimizer state on the host. is_searched: not as they are by hand.
     lower_bound_s: no plans that were searched take less. memory_bytes: of the device, all together; costs: of the
     parts; NaN and () if nobody asked. share: of the copies of each segment, as they are in a group of their own.
+    first: the assignments of the stages that were searched, of which the parts' are renamed; () for these.
     """
 
     parts: tuple[tuple[Graph, Assignment], ...]
@@ -86,12 +87,14 @@ class StagePlans:
     memory_bytes: float = math.nan
     costs: tuple[Costs, ...] = ()
     share: float | None = None
+    first: tuple[Assignment, ...] = ()
 
     def of_others(self, stages: Stages) -> "StagePlans":
         """The same for stages alike."""
         pairs = zip(self.parts, stages)
         parts = tuple((one.graph, renamed(own, like, one.graph)) for (like, own), one in pairs)
-        return replace(self, parts=parts, memory_bytes=math.nan, costs=())
+        first = self.first or tuple(own for _, own in self.parts)
+        return replace(self, parts=parts, memory_bytes=math.nan, costs=(), first=first)
 
 
 def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:

@@ -84,13 +84,10 @@ def test_a_mesh_is_tried_with_each_choice_of_tensor_axes():
     check_assignment(found.assignment, traced("llama"), folded("llama"), annotated("llama", mesh), mesh)
 
 
-def test_kinds_are_tuned_apart():
-    data, tensor = (
-        tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER, kinds=(kind,)) for kind in ("data", "tensor")
-    )
-    both = tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER)
-    assert {tried.name for tried in data.tried} == {"ddp", "zero2", "zero3"}
-    assert sorted(map(str, data.tried + tensor.tried)) == sorted(map(str, both.tried))
+def test_no_more_tensor_ranks_than_asked():
+    found, few = (tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER, most_tensor=most) for most in (8, 2))
+    assert {one.mesh for one in few.tried} == {parse_mesh("dp=8"), parse_mesh("dp=4,tp=2")}
+    assert {str(one) for one in few.tried} < {str(one) for one in found.tried}
 
 
 def test_more_devices_than_there_are():

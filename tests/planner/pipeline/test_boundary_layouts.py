@@ -19,7 +19,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
-from autopar.planner.pipeline.boundary_layouts import _WORTH, _alike, _Ends, _Pipeline, _values, choose_crossing
+from autopar.planner.pipeline.boundary_layouts import _WORTH, OpenStages, _alike, _Ends, _values, choose_crossing
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as
 from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.sweep import Staged
@@ -66,12 +66,8 @@ def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
 def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster: Cluster) -> None:
     cut, found = cut_of(graphs[name], mesh, cluster)
     budget = Budget.of(60.0)
-    pipeline = _Pipeline(cut, found, found.mesh, cluster, REQUEST, budget)
-    chosen, by_hand, values = (
-        choose_crossing(cut, found, found.mesh, cluster, REQUEST, budget),
-        crossing_layouts(cut),
-        _values(cut),
-    )
+    pipeline = OpenStages(cut, found, found.mesh, cluster, REQUEST, budget)
+    chosen, by_hand, values = choose_crossing(pipeline), crossing_layouts(cut), _values(cut)
     classes = _alike(cut, by_hand)
     offered = [even_layouts(values[names[0]].shape, found.mesh.shape) for names in classes]
     choices = (
@@ -88,7 +84,7 @@ def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytes
 
     chosen = plan()
     driver = sys.modules["autopar.planner.pipeline.search_pipeline"]
-    monkeypatch.setattr(driver, "choose_crossing", lambda cut, *_, **__: crossing_layouts(cut))
+    monkeypatch.setattr(driver, "choose_crossing", lambda stages: crossing_layouts(stages.cut))
     by_hand = plan()
     sent = [stage.assignment.outputs[stage.graph.outputs[0].name] for stage in (chosen.stages[0], by_hand.stages[0])]
     assert sent[0] != sent[1] and chosen.step_s < by_hand.step_s
