@@ -1,7 +1,7 @@
 """The points of a sweep by hand: pipeline depths, meshes, numbers of microbatches and hand plans, with block costs."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatched
+from autopar.sbp.signature import Candidates
 
 # The most numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
@@ -40,9 +41,11 @@ class Model:
     starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
-    of_microbatches: dict[int, ModelFacts] = field(default_factory=dict)  # those made so far
-    # those made so far, which no memory limit changes
-    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)
+    # those made so far, which no memory limit changes: by the number of microbatches, and the mesh
+    of_microbatches: dict[int, ModelFacts] = field(default_factory=dict)
+    candidates: dict[tuple[int, Mesh], Candidates] = field(default_factory=dict)
+    assignments: dict[tuple[int, Mesh], dict[HandPlan, Assignment]] = field(default_factory=dict)
+    profiles: dict[Hashable, Profiled] = field(default_factory=dict)
 
     @property
     def block_names(self) -> list[str]:
@@ -169,32 +172,47 @@ def _plans(outline: ModelFacts, mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def profiled(
-    model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
-) -> list[Profiled]:
-    """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of `plans`."""
-    key = plans, num, mesh, cluster, training
+    model: Model,
+    plans: tuple[HandPlan, ...],
+    num: int,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
+    is_needed: Callable[[HandPlan], bool] = lambda _: True,
+) -> Iterator[Profiled]:
+    """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of those of
+    `plans` that are needed, which is asked when it is their turn.
+    """
     if cluster.groups is not None:
         counts = [count for count, _ in cluster.groups.members]
         each = [profiled(model, plans, num, mesh, one, training) for _, one in cluster.groups.members]
-        return [
-            (of_plan[0][0], of_plan[0][1], replace(of_plan[0][2], by_group=tuple(zip(counts, (x[2] for x in of_plan)))))
-            for of_plan in zip(*each, strict=True)
-        ]
-    if key not in model.profiles:
-        model.profiles[key] = list(_profiled(model, plans, num, mesh, cluster, training)) if plans else []
-    return model.profiles[key]
+        for of_plan in zip(*each, strict=True):
+            blocks = replace(of_plan[0][2], by_group=tuple(zip(counts, (one[2] for one in of_plan))))
+            yield *of_plan[0][:2], blocks
+        return
+    for plan in filter(is_needed, plans):
+        key = plan, num, mesh, cluster, training
+        if key not in model.profiles:
+            assignment = _assignments(model, plans, num, mesh)[plan]
+            model.profiles[key] = plan, assignment, _blocks(model, assignment, num, mesh, cluster, training)
+        yield model.profiles[key]
 
 
-def _profiled(
-    model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
-) -> Iterator[Profiled]:
-    outline = model.of_microbatch(num)
-    short = outline.short
-    candidates = annotate(short.graph, mesh, short.folded)
-    index = _index(model, short)
-    for plan, assignment in outline.follow(plans, candidates, mesh).items():
-        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
-        yield plan, assignment, blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+def _assignments(model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh) -> Mapping[HandPlan, Assignment]:
+    """The assignments of the short graph for `plans`, and for others that were asked for before."""
+    outline, known = model.of_microbatch(num), model.assignments.setdefault((num, mesh), {})
+    if missing := tuple(plan for plan in plans if plan not in known):
+        short = outline.short
+        if (num, mesh) not in model.candidates:
+            model.candidates[num, mesh] = annotate(short.graph, mesh, short.folded)
+        known.update(outline.follow(missing, model.candidates[num, mesh], mesh))
+    return known
+
+
+def _blocks(model: Model, assignment: Assignment, num: int, mesh: Mesh, cluster: Cluster, training: Training) -> Blocks:
+    short = model.of_microbatch(num).short
+    figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
+    return blocks_of(_expanded(figures, _index(model, short)), model.starts, model.recomputable)
 
 
 def _index(model: Model, short: Short) -> np.ndarray:

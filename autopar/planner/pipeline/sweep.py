@@ -188,13 +188,21 @@ class _Sweep:
         beat_s: float = math.inf,
     ) -> Iterator[Staged]:
         """The plans on a sub-mesh of `num_ranks` in a pipeline, with `num` microbatches; without those that take longer
-        than `beat_s` even if no rank is ever idle.
+        than `beat_s` even if no rank is ever idle, and those that save memory which others like them need not save.
         """
-        link = transfer(self.cluster, num_ranks, mesh.num_devices)
-        for plan, assignment, blocks in profiled(self.model, plans, num, mesh, self.cluster, self.training):
+        link, fitting = transfer(self.cluster, num_ranks, mesh.num_devices), set[HandPlan]()
+
+        def is_needed(plan: HandPlan) -> bool:
+            return plan.flavour != "zero3" or replace(plan, flavour="zero2") not in fitting
+
+        given = plans, num, mesh, self.cluster, self.training
+        for plan, assignment, blocks in profiled(self.model, *given, is_needed):
+            fitting.add(plan)
             for schedule in _schedules(num_ranks, num, schedules, len(self.model.starts)):
                 own = as_run(blocks, schedule)
                 cut = _cut(own, schedule, self.limit_bytes)
+                if cut is None or any(cut.num_recomputed):
+                    fitting.discard(plan)
                 if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
                     time_s = float(time_of(own, cut, schedule, link))
                     yield Staged(plan, mesh, schedule, cut, time_s, assignment)
