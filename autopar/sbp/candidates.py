@@ -152,24 +152,28 @@ def _valid(
     value is split along one dim in each rank's own order and in that of all: own orders have no parts of a global order
     between them.
     """
-    known: dict[int, dict[SplitDim, int]] = {}  # by identity: they are few objects in many combinations
+    known: dict[int, tuple[dict[SplitDim, int], bool, bool]] = {}  # by identity: few objects in many combinations
     alone = _ALONE.get(family(op.target), ())
     own: set[Signature] = set()  # those with tokens of each rank's own
+    is_uneven = bool(extra.uneven or extra.shared)
     for combination in combinations:
         num_parts: dict[SplitDim, int] = {}
-        extents = {}
+        extents: dict[SplitDim, int] = {}
+        in_units = in_sections = False
         for sig, size in zip(combination, mesh_shape):
-            split = known.get(id(sig))
-            if split is None:
-                split = known[id(sig)] = extents_of(op, sig)
+            facts = known.get(id(sig))
+            if facts is None:
+                facts = known[id(sig)] = extents_of(op, sig), has_units(sig), _in_sections(sig.inputs)
                 own |= {sig} if any(placement.is_own for placement in sig.inputs + sig.outputs) else set()
+            split, has_unit, has_section = facts
+            in_units, in_sections = in_units or has_unit, in_sections or has_section
             extents |= split
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
-        if (extra.uneven or extra.shared) and not (is_even and not any(map(has_units, combination))):
+        if is_uneven and (in_units or not is_even):
             is_even = are_valid_parts(op, combination, mesh_shape, extra.uneven, extra.shared)
-        if any(_in_sections(one.inputs) for one in combination):
+        if in_sections:
             is_even = is_even and _have_sections(op, combination, mesh_shape)
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
         if is_even and not is_mixed and not (alone and _is_split_again(alone, combination)):
