@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from autopar.costmodel.activations.activation_offload import Moving, movings
 from autopar.costmodel.activations.autograd_footprint import footprints, regatherable
@@ -90,11 +91,19 @@ class Count:
     transient_share: float = 0.0
     num_pending: int = 0
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of these, in order."""
+        return _numbers(self)
+
     def add(self, other: "Count", num: int = 1) -> None:
         """Add `num` times what `other` says; a transient is there once."""
         for name in self.__slots__:
             times = 1 if name == "transient_share" else num
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
+
+
+_numbers = attrgetter(*Count.__slots__)
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,8 @@ def _alike(
 
 def _numberless(saving: Saving) -> Saving:
     """The saving with region numbers dropped, equal for all regions."""
+    if saving.region <= 0 and saving.moved_in <= 0:
+        return saving
     return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
 
 

@@ -1,7 +1,7 @@
 """Node costs of the table: those of an op under a strategy and of an input in a layout."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +44,7 @@ def price_nodes(
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
             of_run = weights.of(op.name)
-            key = op.nameless, id(entity.options), astuple(count), of_run
+            key = op.nameless, id(entity.options), count.numbers, of_run
             if key not in known:
                 each = _price_op(op.nameless, options, mesh, cluster)
                 transient = _transients(op, options, mesh, flows.parameters) if count.transient_share else 0.0
@@ -52,7 +52,7 @@ def price_nodes(
             node = known[key]
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
-            key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
+            key = item.kind, replace(item.value, name=""), entity.options, count.numbers
             node = known.get(key) or _price_inputs(item, count, options, mesh, cluster, training)
         else:
             key = (len(entity.options),)
