@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -81,6 +82,31 @@ def recut(
             break
         least_s, ends = times_s.min(), moved[[times_s.argmin()]]
     return found if tuple(ends[0, :-1]) == found.starts else cut_at(spans, ends[0].tolist())
+
+
+def with_all_memory(blocks: Blocks, found: Partition, schedule: Schedule, limit_bytes: float) -> Partition:
+    """The cut `found` with as few blocks recomputed as the memory allows that its ranks have left.
+
+    Stages of a rank that share its limit leave some of it, each less than a block; together it is enough for blocks of
+    those with the fewest microbatches in flight, which keep least.
+    """
+    kept, waits, ends = in_flight(schedule), waiting(schedule), (*found.starts, len(blocks.forward_s))
+    num, times_s, used = list(found.num_recomputed), list(found.times_s), list(found.memory_bytes)
+    for rank, of_rank in enumerate(rank_bytes(found, schedule)):
+        left = limit_bytes - of_rank
+        for stage in sorted(schedule.stages_of(rank), key=lambda one: kept[one] - waits[one]):
+            own, span = blocks.of_stage[stage] if blocks.of_stage else blocks, slice(ends[stage], ends[stage + 1])
+            can = own.is_recomputable[span]
+            if not num[stage] or not can.any():
+                continue
+            freed = (own.saved_bytes - own.entering_bytes)[span][can].mean() * (kept[stage] - waits[stage])
+            inside = 0.0 if waits[stage] else own.saved_bytes[own.is_recomputable].max()
+            more = num[stage] if num[stage] * freed - inside <= left else min(num[stage], int(left // freed))
+            added = more * freed - (inside if more == num[stage] else 0.0)
+            if more and added <= left:
+                num[stage], used[stage], left = num[stage] - more, used[stage] + added, left - added
+                times_s[stage] -= more * own.forward_s[span][can].mean()
+    return replace(found, num_recomputed=tuple(num), times_s=tuple(times_s), memory_bytes=tuple(map(float, used)))
 
 
 def _moved(ends: np.ndarray) -> np.ndarray:

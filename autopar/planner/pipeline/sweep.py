@@ -15,7 +15,15 @@ from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
 from autopar.planner.pipeline.hand_points import Model, num_data, points, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, recut, stage_times, time_of, waiting
+from autopar.planner.pipeline.stage_times import (
+    in_flight,
+    rank_bytes,
+    recut,
+    stage_times,
+    time_of,
+    waiting,
+    with_all_memory,
+)
 from autopar.planner.promise import rough_step_s
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import sub_mesh
@@ -319,7 +327,7 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float) -> Partition | 
     """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
 
     It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
-    share that it has without a limit.
+    share that it has without a limit, and then what the others of its rank leave.
     """
 
     def cut(limits: float | Sequence[float]) -> Partition | None:
@@ -331,7 +339,12 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float) -> Partition | 
     if free is None or max(rank_bytes(free, schedule)) <= limit_bytes:
         return free
     shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(_shares(free, schedule, limit_bytes))
-    return min((one for one in shared if one is not None), key=lambda one: max(one.times_s), default=None)
+    filled = (with_all_memory(blocks, one, schedule, limit_bytes) for one in shared if one is not None)
+    return min(filled, key=lambda one: _most_of_rank_s(one, schedule), default=None)
+
+
+def _most_of_rank_s(cut: Partition, schedule: Schedule) -> float:
+    return max(sum(cut.times_s[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
 
 
 def _shares(stages: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from autopar.planner.pipeline.partition import Blocks, cut_at, partition, stage_spans
-from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, recut, stage_times, time_of, waiting
+from autopar.planner.pipeline.stage_times import (
+    in_flight,
+    rank_bytes,
+    recut,
+    stage_times,
+    time_of,
+    waiting,
+    with_all_memory,
+)
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import simulate
 
@@ -114,6 +122,44 @@ def test_ranks_with_several_stages_have_equally_many_blocks() -> None:
     better = recut(even, found, schedule, (0.0, math.inf), math.inf)
     counts = np.diff([*better.starts, 20])
     assert [counts[rank::2].sum() for rank in range(2)] == [10, 10]
+
+
+def _stage_bytes(blocks: Blocks, a: int, b: int, kept: int, num: int) -> float:
+    can = [i for i in range(a, b) if blocks.is_recomputable[i]][:num]
+    saved = sum(blocks.entering_bytes[i] if i in can else blocks.saved_bytes[i] for i in range(a, b))
+    return float(blocks.state_bytes[a:b].sum() + kept * saved + (blocks.saved_bytes[1] if num else 0.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limit", [250.0, 320.0, 400.0, 520.0])
+def test_stages_of_a_rank_recompute_as_few_blocks_as_its_memory_allows(seed: int, limit: float) -> None:
+    """Against all numbers of blocks that the stages of a rank may recompute."""
+    blocks, schedule = _random_blocks(np.random.default_rng(seed), 18), Schedule("interleaved", 6, 2, 8)
+    blocks = replace(blocks, shared=())
+    kept, found = in_flight(schedule), partition(blocks, in_flight(schedule), limit / 3)
+    if found is None:
+        return
+    better, ends = with_all_memory(blocks, found, schedule, limit), (*found.starts, 18)
+    spans = list(zip(ends, ends[1:], kept))
+    assert better.starts == found.starts
+    assert better.memory_bytes == pytest.approx(
+        [_stage_bytes(blocks, *span, num) for span, num in zip(spans, better.num_recomputed)]
+    )
+    assert better.times_s == pytest.approx(
+        [
+            (blocks.forward_s + blocks.backward_s)[a:b].sum() + num * blocks.forward_s[1]
+            for (a, b, _), num in zip(spans, better.num_recomputed)
+        ]
+    )
+    for rank, used in enumerate(rank_bytes(better, schedule)):
+        own = schedule.stages_of(rank)
+        fewest = min(
+            sum(nums)
+            for nums in itertools.product(*(range(found.num_recomputed[stage] + 1) for stage in own))
+            if sum(_stage_bytes(blocks, *spans[stage], num) for stage, num in zip(own, nums)) <= limit
+        )
+        assert used <= limit
+        assert sum(better.num_recomputed[stage] for stage in own) == fewest
 
 
 def test_stages_of_one_block_each_stay() -> None:
