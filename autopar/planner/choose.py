@@ -45,6 +45,7 @@ def choose_plan(
     cluster: Cluster,
     request: PlanRequest = ANYTHING,
     *,
+    to_beat_s: float = math.inf,
     progress: Progress | None = None,
     predict: Predict | None = None,
     watch: Watch | None = None,
@@ -54,7 +55,9 @@ def choose_plan(
     Shortly before the time limit, and after Ctrl-C, searches end with the best plan so far, possibly a hand plan, whose
     peak is predicted in the rest of the time; after Ctrl-C only if that takes a second at most, else the plan says that
     it may not fit. `predict`: plan -> predicted peak in bytes of a device of each rank, which must be within the limit;
-    by default the estimate of the search is used. `watch`: called with each artifact, in order (`planner.printed`).
+    by default the estimate of the search is used. `to_beat_s`: the step of a plan on other devices; only what is
+    expected to take less is searched, and InfeasibleError says that there is none. `watch`: called with each artifact,
+    in order (`planner.printed`).
     MicrobatchError or another AutoparError if no plan satisfies the request.
     """
     mesh = request.in_shares(stages_first(mesh))
@@ -75,11 +78,11 @@ def choose_plan(
             try:
                 if way is Way.WHOLE and not (staged is not None and budget.is_spent):
                     part = replace(budget.part(share), has_other=staged is not None or way is not pending[-1])
-                    asked |= {"budget": part, "to_beat_s": _to_beat_s(staged, mesh, cluster)}
+                    asked |= {"budget": part, "to_beat_s": min(to_beat_s, _to_beat_s(staged, mesh, cluster))}
                     make = make_plan if cluster.groups is None else plan_on_groups
                     whole = make(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole) and not budget.is_spent)):
-                    step_s = math.inf if whole is None else whole.step_s
+                    step_s = to_beat_s if whole is None else min(to_beat_s, whole.step_s)
                     known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
                     within = request.on_least(cluster)
                     staged = plan_in_stages(graph, mesh, cluster, within, whole=known, share=share, **asked)

@@ -1,5 +1,6 @@
 """`choose_devices`: the best plan on all groups of a cluster's devices or on some, where the others would slow it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -42,7 +43,8 @@ def choose_devices(
 
     Each set of groups is planned unless the sum of its speeds shows that it takes longer than the best plan so far; a
     single group as any cluster, with stages and microbatches. On a mesh with axes the first is shorter by the ranks
-    that are left out. The plan's lower bound is of all these, and `hand` has the best plan of each other set.
+    that are left out. The plan's lower bound is of all these. A set is searched for plans that are faster than those of
+    the sets before; `hand` has the best one of each in which there was one.
     """
     asked: dict[str, Any] = {"progress": progress, "predict": predict, "watch": watch}
     if cluster.groups is None or mesh.num_devices != cluster.num_devices or request.shares:
@@ -56,17 +58,18 @@ def choose_devices(
         least_s = speeds_floor_s(graph, replace(cluster.groups, members=kept), request.training)
         if here is None:
             continue
-        if found and least_s >= min(plan.step_s for plan in found.values()):
+        to_beat_s = min((plan.step_s for plan in found.values()), default=math.inf)
+        if least_s >= to_beat_s:
             notes.append(f"{name} alone take {format_seconds(least_s)} at least")
             continue
         left_s = max(0.0, request.time_limit_s - (perf_counter() - start_s))
         part = replace(request, time_limit_s=left_s * (_SHARE_OF_ALL if is_all else 1.0))
         own = kept[0][1] if len(kept) == 1 else cluster if is_all else joined(kept, cluster.groups.link)
         try:
-            found[name] = choose_plan(graph, here, own, part, **asked)
+            found[name] = choose_plan(graph, here, own, part, to_beat_s=to_beat_s, **asked)
         except InfeasibleError as error:
             failure = failure or error
-            notes.append(f"no plan was found on {name}")
+            notes.append(f"no {'faster ' * bool(found)}plan was found on {name}")
     if not found:
         assert failure is not None, "there is a set of groups"
         raise failure
