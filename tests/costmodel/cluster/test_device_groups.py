@@ -28,6 +28,14 @@ def test_groups_are_read_from_text_and_survive_json(tmp_path):
     assert cluster_from_json(linked).groups.link == LinkLevel(0, 1e-5, 1e9)
 
 
+def test_the_files_of_two_calibrated_hosts_are_groups(tmp_path):
+    for name, one in (("fast", "v100-25g"), ("slow-1", "p100")):
+        (tmp_path / f"{name}.json").write_text(load_cluster(one).to_json())
+    cluster = load_cluster(f"8 {tmp_path}/fast.json + 4 {tmp_path}/slow-1.json over 3.5GB/s")
+    assert cluster.groups.members == load_cluster(TEXT).groups.members
+    assert cluster.groups.link.bandwidth_bytes_per_s == 3.5e9
+
+
 def test_the_link_between_groups_is_the_slowest_unless_it_is_given():
     v100, p100 = load_cluster("v100-25g"), load_cluster("p100")
     slowest = min(v100.levels[-1].bandwidth_bytes_per_s, p100.levels[-1].bandwidth_bytes_per_s)
