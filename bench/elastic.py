@@ -56,7 +56,17 @@ LINKS = table(
 )
 STEPS = table(
     "Steps of a GPT of 8 M parameters",
-    ("row", "ranks", "without, s", "with, s", "ratio", "lower quartile", "upper quartile", "thread's CPU, ratio"),
+    (
+        "row",
+        "ranks",
+        "without, s",
+        "with, s",
+        "ratio",
+        "lower quartile",
+        "upper quartile",
+        "waits for cores left out, ratio",
+        "thread's CPU, ratio",
+    ),
     ("saves beside steps, 1 rank", "saves beside steps, 2 ranks", "logical ranks beside DDP, 4 ranks"),
 )
 
@@ -167,7 +177,10 @@ def steps(what: str, num_ranks: int) -> Row:
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     seconds = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("seconds "))[8:])
-    (walls, of_cpu), (walls_with, of_cpu_with) = (zip(*seconds[way]) for way in ("without", "with"))
+    (walls, of_cpu, waited), (walls_with, of_cpu_with, waited_with) = (
+        zip(*seconds[way]) for way in ("without", "with")
+    )
+    own, own_with = ([a - b for a, b in zip(*each)] for each in ((walls, waited), (walls_with, waited_with)))
     low, middle, high = quantiles((b / a for a, b in zip(walls, walls_with)), n=4)
     return {
         "ranks": num_ranks,
@@ -176,6 +189,7 @@ def steps(what: str, num_ranks: int) -> Row:
         "ratio": middle,
         "lower quartile": low,
         "upper quartile": high,
+        "waits for cores left out, ratio": median(b / a for a, b in zip(own, own_with)),
         "thread's CPU, ratio": median(b / a for a, b in zip(of_cpu, of_cpu_with)),
     }
 

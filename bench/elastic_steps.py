@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 bench/elastic_steps.py saves|logical
 
 Two ways take turns, so that what else the machine does falls on both alike; the first rank prints the seconds of each
-turn as JSON, and those of the processor in the thread that trains.
+turn as JSON, and in the thread that trains those of the processor, and those in which it waited for one.
 """
 
 import copy
@@ -25,7 +25,7 @@ from bench.models import GPT
 
 SEQUENCE, ROWS = 128, 4  # of a rank
 TURNS, STEPS, SAVE_EVERY = 5, 20, 10
-Seconds = tuple[float, float]  # by the clock, and of the processor in the thread that trains
+Seconds = tuple[float, float, float]  # by the clock; in the thread that trains: of the processor, waiting for one
 
 
 def network() -> torch.nn.Module:
@@ -39,6 +39,18 @@ def batch(rows: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randint(256, (rows, SEQUENCE), generator=torch.Generator().manual_seed(1)) for _ in range(2))
 
 
+def now() -> Seconds:
+    """The clocks of the thread that calls this."""
+    waited = Path("/proc/thread-self/schedstat").read_text().split()[1]  # ns; docs.kernel.org/scheduler/sched-stats
+    return time.perf_counter(), time.thread_time(), 1e-9 * int(waited)
+
+
+def since(start_s: Seconds, end_s: Seconds) -> Seconds:
+    """The seconds from one reading of the clocks to another."""
+    wall, cpu, waited = (end - start for start, end in zip(start_s, end_s))
+    return wall, cpu, waited
+
+
 def saves(num_ranks: int) -> dict[str, list[Seconds]]:
     """Seconds of turns of steps, without and with a save within."""
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
@@ -47,15 +59,15 @@ def saves(num_ranks: int) -> dict[str, list[Seconds]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def turn(folder: Path, save_every: int) -> Seconds:
-        start_s = end_s = 0.0, 0.0
+        start_s = end_s = now()
         with autopar.elastic.Run(folder, save_every=save_every) as run:
             for step in run.steps(STEPS + 1, model, optimizer):  # the last one is not timed: all is saved behind it
-                now_s = time.perf_counter(), time.thread_time()
-                start_s, end_s = start_s if step else now_s, now_s
+                end_s = now()
+                start_s = start_s if step else end_s
                 model.train_step(*tokens)
                 optimizer.step()
                 optimizer.zero_grad()
-        return end_s[0] - start_s[0], end_s[1] - start_s[1]
+        return since(start_s, end_s)
 
     found: dict[str, list[Seconds]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as name:
@@ -89,12 +101,12 @@ def logical(num_ranks: int) -> dict[str, list[Seconds]]:
     for number in range(TURNS + 1):
         for way, step in steps.items():
             dist.barrier()
-            start_s = time.perf_counter(), time.thread_time()
+            start_s = now()
             for _ in range(STEPS // 4):
                 step()
             dist.barrier()
             if number:
-                found[way].append((time.perf_counter() - start_s[0], time.thread_time() - start_s[1]))
+                found[way].append(since(start_s, now()))
     return found
 
 
