@@ -14,6 +14,7 @@ from autopar.ir.op_facts import ATTENTION, family
 from autopar.models.catalogue import Example
 from bench.fidelity.fused_kernels import fused_s
 from bench.fidelity.h100_models import h100_model
+from bench.fidelity.h100_rows import h100_rows
 from bench.fidelity.peak_bytes import peak_bytes
 from bench.fidelity.published_models import v100_gpt
 from bench.fidelity.run_again import ATTENTION_ALONE, OTHER_PRODUCTS, kept_results, run_again
@@ -109,3 +110,16 @@ def test_what_runs_again_one_by_one_takes_a_forward_of_it_and_keeps_the_other_re
     small, large = (peak_bytes(written, cluster, Library()) for written in (every, some))
     kept = [op for op in stage.graph.ops if op.name in kept_results(stage, OTHER_PRODUCTS)]
     assert large - small == sum(op.outputs[0].num_bytes for op in kept)
+
+
+def test_float8_is_of_experts_too_where_the_library_casts_their_products():
+    """At most twice as fast; elsewhere their products, most of the work, stay as they are."""
+    row = {"model": "qwen3-30b-a3b", "gpus": "8", "global_batch": "64", "microbatch": "1", "sequence": "4096"}
+    row |= {"fsdp": "8", "tp": "1", "pp": "1", "cp": "1", "vp": "1", "ep": "8", "recompute": "none", "technique": ""}
+    row |= {"tokens_per_s_per_gpu": "1000", "memory_gib": ""}
+    ratio = {}
+    for source in ("megatron-bridge", "automodel"):
+        known = h100_rows([row | {"source": source, "precision": precision} for precision in ("bf16", "fp8")])
+        times = [step_s(replace(one.written, num_layers=4), one.cluster(()), one.library) for one in known]
+        ratio[source] = times[0] / times[1]
+    assert 1 < ratio["automodel"] < ratio["megatron-bridge"] < 2

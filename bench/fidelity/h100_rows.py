@@ -10,7 +10,7 @@ from autopar.costmodel.cluster.presets import PRESETS
 from bench.fidelity.h100_models import H100_MODELS, builder, config_of
 from bench.fidelity.published_rows import NCCL, Published, read
 from bench.fidelity.run_again import ATTENTION_ALONE, OTHER_PRODUCTS
-from bench.fidelity.written_plans import Library, WrittenPlan
+from bench.fidelity.written_plans import LINEAR, Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
 FP8_CAST_BYTES = 2 + 2 + 1
@@ -57,6 +57,7 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
             Library(
                 hides,
                 cast_bytes=(FP8_CAST_BYTES if is_torchtitan else TE_CAST_BYTES) * is_fp8,
+                cast_ops=(LINEAR, *(GROUPED if _is_megatron(row) else ())),
                 keeps_casts=not is_torchtitan,
                 fuses=_fuses(row),
             ),
@@ -197,8 +198,19 @@ def _attention_shares(rates: Mapping[str, Sequence[Sequence[float]]]) -> tuple[P
     )
 
 
-# fp8 products of linear layers are twice as fast as those of bfloat16 (NVIDIA H100 datasheet).
-_FP8_LINEAR = ProductShare(2.0, op="aten.linear")
+# fp8 products are twice as fast as those of bfloat16 (NVIDIA H100 datasheet): of linear layers, and in Megatron-Core of
+# experts too, whose grouped products are Transformer Engine's `GroupedLinear`.
+GROUPED = (
+    "aten._grouped_mm",
+    "transformers.grouped_mm_fallback",
+    "autopar.turned_grouped_mm",
+    "autopar.turned_grouped_mm_fallback",
+    "autopar.grouped_linear",
+)
+
+
+def _fp8_shares(ops: Sequence[str]) -> tuple[ProductShare, ...]:
+    return tuple(ProductShare(2.0, op=op) for op in ops)
 
 
 def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Cluster:
@@ -208,7 +220,7 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
         preset,
         flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
         memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=_attention_shares(_TORCHTITAN_ATTENTION) + (_FP8_LINEAR,) * is_fp8,
+        product_shares=_attention_shares(_TORCHTITAN_ATTENTION) + _fp8_shares((LINEAR,) * is_fp8),
         memory_bytes=96 * 10**9,
         algorithms=NCCL,
     )
@@ -216,5 +228,5 @@ def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) ->
 
 def _preset(numbers: Sequence[float], *, is_fp8: bool, is_megatron: bool, rows_sent: float) -> Cluster:
     rates = _MEGATRON_ATTENTION if is_megatron else _AUTOMODEL_ATTENTION
-    shares = _attention_shares(rates) + (_FP8_LINEAR,) * is_fp8
+    shares = _attention_shares(rates) + _fp8_shares(((LINEAR,) + GROUPED * is_megatron) * is_fp8)
     return replace(PRESETS["h100"], product_shares=shares, algorithms=NCCL, kind_factors={"all_to_all": rows_sent})

@@ -17,6 +17,7 @@ from autopar.costmodel.step_cost import step_cost
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
+from autopar.ir.op_facts import family
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
@@ -62,6 +63,8 @@ class WrittenPlan:
     sequence: int = 1
     is_sequence_parallel: bool = False
 
+
+LINEAR = "aten.linear"
 
 # The layouts of a hand plan depend on no figure of the hardware, its even cuts neither.
 _ANY = PRESETS["h100"]
@@ -158,9 +161,9 @@ class Library:
     device moves for each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank
     gets the sums of all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a
     linear layer, to cast it; the last layer, the head, is not cast, and has none of the shares of "aten.linear".
-    `keeps_casts`: weights are cast once a step, what several layers take once, and backward has what forward cast;
-    otherwise each layer casts both operands for itself, again in backward. `fuses`: what only moves bytes is one kernel
-    from one product to the next (`fused_s`).
+    `cast_ops`: families of the layers that are cast. `keeps_casts`: weights are cast once a step, what several layers
+    take once, and backward has what forward cast; otherwise each layer casts both operands for itself, again in
+    backward. `fuses`: what only moves bytes is one kernel from one product to the next (`fused_s`).
     `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline, but on
     the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's. `batch_s`:
     seconds in which each stage but the first fetches its inputs once it has received, and its device waits.
@@ -170,6 +173,7 @@ class Library:
     gradient_copies: float = 0.0
     reduces_whole: bool = False
     cast_bytes: float = 0.0
+    cast_ops: tuple[str, ...] = (LINEAR,)
     keeps_casts: bool = False
     fuses: bool = False
     buffers_by_stages: int = 0
@@ -314,10 +318,12 @@ def _casts_s(stage: Plan, library: Library, again: Collection[str], *, has_head:
     """
     if not library.cast_bytes:
         return 0.0
-    elements, weights = 0, 0
-    linear = [op for op in stage.graph.ops if op.target == "aten.linear.default"]
-    known: set[str] = set()
-    for op in linear[:-1] if has_head else linear:
+    elements, weights, known = 0, 0, set[str]()
+    cast = [op for op in stage.graph.ops if family(op.target) in library.cast_ops]
+    head = [op.name for op in cast if family(op.target) == LINEAR][-1] if has_head else ""
+    for op in cast:
+        if op.name == head:
+            continue
         (taken, weight, *_), outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
         num_forwards, is_known = 1 + (op.name in again), op.inputs[0].name in known
         known.add(op.inputs[0].name)
@@ -328,12 +334,12 @@ def _casts_s(stage: Plan, library: Library, again: Collection[str], *, has_head:
         else:
             elements += (1 + num_forwards) * (math.prod(taken) + math.prod(weight))
     moved = (stage.training.num_microbatches * elements + weights) * library.cast_bytes
-    return moved / stage.cluster.memory_bandwidth_bytes_per_s + (_uncast_s(stage, linear[-1].name) if has_head else 0.0)
+    return moved / stage.cluster.memory_bandwidth_bytes_per_s + (_uncast_s(stage, head) if has_head else 0.0)
 
 
 def _uncast_s(stage: Plan, head: str) -> float:
     """Seconds of a step that the head takes beyond its price, for which it is cast as other linear layers are."""
-    shares = tuple(share for share in stage.cluster.product_shares if share.op != "aten.linear")
+    shares = tuple(share for share in stage.cluster.product_shares if share.op != LINEAR)
     cast, uncast = (
         step_cost(Sampled(stage.graph), stage.assignment, stage.mesh, cluster, stage.training).ops[head]
         for cluster in (stage.cluster, replace(stage.cluster, product_shares=shares))
