@@ -28,6 +28,7 @@ from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.seen_rank import in_shares, view_of
 from autopar.plans.serialise import HandCosts
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import format_shares
 from autopar.shares.device_shares import DeviceSpeed, best_shares, proportional_shares
 from autopar.units import format_bytes, format_seconds
@@ -211,7 +212,7 @@ class _OnMesh:
     def _searched(self, sizes: tuple[int, ...]) -> Plan:
         """The best plan in these shares that fits in every group's memory."""
         mesh = replace(self.mesh, shares=((0, sizes),) if sizes else ())
-        bound_s, plans = 0.0, list[Plan]()
+        bound_s, plans, tried = 0.0, list[Plan](), list[Assignment]()
         for group in self._largest_first():
             request, there = self._request_of(group), seen_by(self.cluster, group)
             part = self.budget.part(_SHARE_OF_SEARCH)
@@ -222,8 +223,10 @@ class _OnMesh:
             except InfeasibleError as error:
                 raise _TooMany(group, InfeasibleError(f"{self._name(group)}: {error}")) from error
             bound_s = max(bound_s, found.lower_bound_s)
-            plan = self._fitting(self._of(found, mesh))
-            plans += [replace(plan, found_by=found.found_by)] if plan is not None else []
+            plan = self._of(found, mesh)
+            if plan.assignment not in tried and (fitting := self._fitting(plan)) is not None:
+                plans.append(replace(fitting, found_by=found.found_by))
+            tried.append(plan.assignment)
             if plans and min(one.step_s for one in plans) * (1 - ENOUGH_GAP) <= bound_s:
                 break
         if not plans:
