@@ -41,7 +41,8 @@ def annotate(
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
     kept = graph.once(carried_values)
-    routed = extra_signatures(graph)
+    has_extra = near is None or num_changed or any(map(_is_extra, near.values()))
+    routed = extra_signatures(graph) if has_extra else {}
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
     return Candidates(
@@ -62,6 +63,11 @@ def annotate(
         discovered={name: found for name, found in unknown.items() if found is not None},
         not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven, shared)),
     )
+
+
+def _is_extra(strategy: Strategy) -> bool:
+    """Whether some signature is none of the op alone: in each rank's own order, or in sections."""
+    return any(one.is_own or one.sections for sig in strategy.signatures for one in (*sig.inputs, *sig.outputs))
 
 
 @dataclass(frozen=True, slots=True)
