@@ -10,12 +10,14 @@ import torch
 
 from autopar.torch_compat import (
     EagerDispatchMode,
+    FakeTensor,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     pytree,
 )
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # types without tensors inside
+_DEVICE = torch.ops.prim.device.default
 
 
 class Storages:
@@ -97,11 +99,13 @@ class _StorageCounter(EagerDispatchMode):
         self.storages, self.run = storages, run
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:  # of a fake tensor, which autograd asks for more often than ops are run
+            return args[0].device
         for kind in types:
             if kind not in _PLAIN and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # its ops on plain tensors come through here later
         out = self.run(func, args, kwargs or {})
-        if type(out) in _PLAIN:  # by far the most usual result, for which this is much faster
+        if type(out) in _PLAIN or type(out) is FakeTensor:  # by far the most usual result: this is much faster
             self.storages.hold((out,))
             return out
         found = (
