@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.costmodel.activations.count_storages import RunOp, run_plain
+from autopar.costmodel.activations.count_storages import RunOp
 from autopar.costmodel.cluster.attention_kernel import FLASH, SEPARATE, AttentionCall, attention_kernel
 from autopar.runtime.load_program import namespace
 from autopar.torch_compat import FakeTensorMode
@@ -24,17 +24,18 @@ from autopar.torch_compat import FakeTensorMode
 def without_data(device_type: str) -> Iterator[RunOp]:
     """A context in which factories make tensors without data: fake ones for CPUs, on the meta device for GPUs.
 
-    Its value runs an op; on the meta device that is about twenty times as fast. A search for anomalies, which would
-    read gradients, is off.
+    Its value runs an op. A search for anomalies, which would read gradients, is off.
     """
-    with torch.autograd.set_detect_anomaly(False), FakeTensorMode() if device_type == "cpu" else torch.device("meta"):
-        yield run_plain if device_type == "cpu" else KnownShapes().run
+    device = torch.device("cpu" if device_type == "cpu" else "meta")
+    with torch.autograd.set_detect_anomaly(False), FakeTensorMode() if device_type == "cpu" else device:
+        yield KnownShapes(device).run
 
 
 class KnownShapes:
-    """A cache of shapes on the meta device: a call with arguments of known shapes gives tensors of the known shapes."""
+    """A cache of shapes on the device: a call with arguments of known shapes gives tensors of the known shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.results: dict[Hashable, Any] = {}
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -48,12 +49,12 @@ class KnownShapes:
             self.results[key] = _recipe(out)
             return out
         if len(recipe) == 1 and recipe[0] is not None and len(func._schema.returns) == 1:
-            return _EMPTY(*recipe[0][:2], dtype=recipe[0][2], device=_META)
-        made = tuple(one and _EMPTY(*one[:2], dtype=one[2], device=_META) for one in recipe)
+            return _EMPTY(*recipe[0][:2], dtype=recipe[0][2], device=self.device)
+        made = tuple(one and _EMPTY(*one[:2], dtype=one[2], device=self.device) for one in recipe)
         return made if len(func._schema.returns) > 1 else made[0]
 
 
-_EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
+_EMPTY = torch.ops.aten.empty_strided.default
 
 
 @lru_cache(maxsize=2**16)

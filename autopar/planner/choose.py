@@ -26,9 +26,9 @@ from autopar.sbp.proof.unknown_ops import with_unknown_ops
 _FREE = 0.1
 # The share of the time left for the first of two ways, if the second one may be as good.
 _SHARE_OF_FIRST = 0.75
-# Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC; at
-# most this share of the time is left for them.
-_LAST_S_PER_OP, _MOST_LAST = 1e-3, 0.6
+# Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC, for
+# GPUs and for CPUs, whose kernels are asked one by one; at most this share of the time is left for them.
+_LAST_S_PER_OP, _LAST_S_PER_OP_CPU, _MOST_LAST = 1e-3, 1.8e-3, 0.6
 
 
 class Way(Enum):
@@ -63,7 +63,8 @@ def choose_plan(
     mesh = request.in_shares(stages_first(mesh))
     limit_s, request = request.time_limit_s, request.on(cluster)
     graph = with_unknown_ops(request.training.reduced(graph), request.unknown_ops)
-    search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
+    each_s = _LAST_S_PER_OP_CPU if cluster.device_type == "cpu" else _LAST_S_PER_OP
+    search_s = limit_s - min(_MOST_LAST * limit_s, each_s * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
     ways = _ways(graph, mesh, cluster, request)
     whole: Plan | StagedPlan | None = None
