@@ -8,8 +8,9 @@ from autopar.errors import PlanError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh, parse_devices
+from autopar.planner.handwritten.hand_plan import parse_hand_plan
 from autopar.planner.pipeline.hand_points import model_of
-from autopar.planner.pipeline.sweep import sweep
+from autopar.planner.pipeline.sweep import _Sweep
 from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages, is_in_stages
 from bench.problem import example_of, graph_of
@@ -37,11 +38,10 @@ def test_letters_are_the_point_of_the_sweep(graph, text, schedule, flavour):
     assert plan.schedule.name == schedule and plan.found_by == f"hand plan {text}"
     assert len(plan.stages) == (2 if schedule == "1f1b" else 4)
     model = model_of(graph, fold(graph))
-    meshes = ((2, Mesh((2, 2), ("dp", "tp"))),)
-    asked = {"training": plan.training, "limit_bytes": 1e12, "num_microbatches": (4,), "schedules": (schedule,)}
-    points = sweep(model, meshes, CLUSTER, **asked)
-    alike = [p for p in points if p.schedule.num_stages == len(plan.stages) and flavour == p.plan.flavour]
-    best = min(p.step_s for p in alike if p.plan.is_sequence_parallel and not p.plan.sequence_axes)
+    mesh = Mesh((2, 2), ("dp", "tp"))
+    written = parse_hand_plan(f"megatron:dp=2,tp=2,sp,{flavour}", mesh)
+    points = _Sweep(model, CLUSTER, plan.training, 1e12).on((written,), mesh, 2, 4, (schedule,))
+    best = min(point.step_s for point in points if point.schedule.num_stages == len(plan.stages))
     assert 0.95 * best <= plan.step_s <= 1.25 * best  # whose cut may be better than the even one
 
 
