@@ -98,7 +98,7 @@ class _StorageCounter(EagerDispatchMode):
         super().__init__()
         self.storages, self.run = storages, run
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if func is _DEVICE:  # of a fake tensor, which autograd asks for more often than ops are run
             return args[0].device
         for kind in types:
