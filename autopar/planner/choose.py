@@ -28,7 +28,7 @@ _FREE = 0.1
 _SHARE_OF_FIRST = 0.75
 # Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC, for
 # GPUs and for CPUs, whose kernels are asked one by one; at most this share of the time is left for them.
-_LAST_S_PER_OP, _LAST_S_PER_OP_CPU, _MOST_LAST = 1e-3, 1.8e-3, 0.6
+_LAST_S_PER_OP, _MOST_LAST = {"cuda": 1e-3, "cpu": 1.8e-3}, 0.6
 
 
 class Way(Enum):
@@ -63,9 +63,8 @@ def choose_plan(
     mesh = request.in_shares(stages_first(mesh))
     limit_s, request = request.time_limit_s, request.on(cluster)
     graph = with_unknown_ops(request.training.reduced(graph), request.unknown_ops)
-    each_s = _LAST_S_PER_OP_CPU if cluster.device_type == "cpu" else _LAST_S_PER_OP
-    search_s = limit_s - min(_MOST_LAST * limit_s, each_s * len(graph.ops))
-    budget = Budget.of(search_s, progress, watch)
+    last_s = _LAST_S_PER_OP["cpu" if cluster.device_type == "cpu" else "cuda"] * len(graph.ops)
+    budget = Budget.of(limit_s - min(_MOST_LAST * limit_s, last_s), progress, watch)
     ways = _ways(graph, mesh, cluster, request)
     whole: Plan | StagedPlan | None = None
     staged: Plan | StagedPlan | None = None
