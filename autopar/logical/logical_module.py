@@ -174,8 +174,8 @@ def _check(mesh: DeviceMesh, num_logical: int) -> None:
         )
     if mesh.size() > num_logical:
         raise MeshError(
-            f"logical_ranks={num_logical} on {mesh.size()} ranks: no mapping gives each rank a logical one; start"
-            f" {num_logical} ranks or fewer"
+            f"logical_ranks={num_logical} on {mesh.size()} ranks: no mapping gives each rank a logical one; start at"
+            f" most {num_logical}"
         )
 
 
