@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining._backward import stage_backward
@@ -55,6 +56,7 @@ __all__ = [
     "HigherOrderOperator",  # targets of exported nodes are instances of it and of OpOverload
     "OpOverload",
     "RecordingMode",  # sees each op above autograd, as torch.export does, which alone may
+    "StorageInfo",  # where in a file of a checkpoint an item is; torch's own reader of files wants no other class
     "StorageWeakRef",  # whether two tensors share memory, without keeping it
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher

@@ -3,24 +3,27 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 9 bench/elastic_script.py FOLDER --steps 60
 
 `FOLDER/faults.json` is a list of [step, rank, phase]: in this step that rank, or the last one if there are fewer, is
-killed in "forward", "backward", "optimizer" or "saving", or finds the disk full ("full") while it saves. Each happens
-once. The first rank appends a line to `FOLDER/log.jsonl` for each step: what was done, on which samples.
+killed in "forward", "backward", "optimizer" or "saving", or finds the disk full ("full") while it saves, or loses the
+process that writes ("writer"). Each happens once. The first rank appends a line to `FOLDER/log.jsonl` for each step:
+what was done, on which samples.
 """
 
 import argparse
 import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 import autopar
 import autopar.elastic
+from autopar.elastic.file_image import Memory
 
 NUM_SAMPLES, BATCH = 100, 12
 START = time.time()  # of this process
@@ -85,7 +88,7 @@ class Faults:
         for phase in PHASES[:3]:
             if (step, phase) in self.own:
                 sys.setprofile(lambda frame, event, _, phase=phase: self._look(frame, event, step, phase))
-        for phase in ("saving", "full"):
+        for phase in ("saving", "full", "writer"):
             if (step, phase) in self.own:
                 self._arm_saving(step, phase)
 
@@ -101,19 +104,24 @@ class Faults:
             self._kill(step, phase)
 
     def _arm_saving(self, step: int, phase: str) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystem
+        write, index = Memory.write, self.own[step, phase]
 
-        create, index = FileSystem.create_stream, self.own[step, phase]
+        def failing(memory: Memory, path: Path) -> list:
+            if (self.folder / f"fault-{index}").exists():
+                return write(memory, path)
+            if phase == "saving":
+                threading.Timer(0.01 * random.random(), self._kill, (step, phase)).start()
+                return write(memory, path)
+            self._note(index)
+            if phase == "full":
+                return write(memory, Path("/dev/full"))  # a disk without room
+            write(memory, path)
+            assert memory.process is not None, "it has written"
+            memory.process.send_signal(signal.SIGSTOP)  # so that it is killed before it has written
+            threading.Timer(0.01, memory.process.kill).start()
+            return write(memory, path)
 
-        def failing(files: FileSystem, path: Any, mode: str) -> Any:
-            if mode == "wb" and not (self.folder / f"fault-{index}").exists():
-                if phase == "saving":
-                    self._kill(step, phase)
-                self._note(index)
-                return create(files, Path("/dev/full"), mode)  # a disk without room
-            return create(files, path, mode)
-
-        FileSystem.create_stream = failing
+        Memory.write = failing
 
     def _kill(self, step: int, phase: str) -> None:
         sys.setprofile(None)

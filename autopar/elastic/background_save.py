@@ -1,36 +1,29 @@
 """`BackgroundSave`: checkpoints written beside training, each of them complete or none."""
 
-import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.elastic.checkpoints import DamagedCheckpoint, Manifest, commit, drop_older, fingerprint_file, partial_path
+from autopar.elastic.file_image import StateImage
 from autopar.elastic.lease import Lease, LeaseLost
 from autopar.elastic.run_state import RunState, save_others, without_values
-from autopar.elastic.state_copy import StateCopy
 from autopar.errors import AutoparError, warn
-
-_SWITCH_S, _NICE = 5e-5, 10
 
 
 class BackgroundSave:
     """Saves into `folder`, one at a time; every rank calls it alike. `lease`: on the first rank.
 
-    `start` copies the state into memory that is kept for that, which is all that delays a step; a thread writes it,
-    reads it back, and the first rank makes it the newest checkpoint and drops those before the last `keep`. The ranks'
-    threads talk on `group`, which nothing else uses. A save that fails (a full disk) leaves nothing, is told, and
-    training goes on.
+    `start` copies the state into memory that is kept for that, which is all that delays a step. A process of low
+    priority writes it and reads it back; a thread waits for that, and the first rank makes it the newest checkpoint and
+    drops those before the last `keep`. The ranks' threads talk on `group`, which nothing else uses. A save that fails
+    (a full disk) leaves nothing, is told, and training goes on.
     """
 
     def __init__(self, folder: Path, lease: Lease | None, keep: int) -> None:
@@ -40,7 +33,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._step = -1
-        self._copy = StateCopy()
+        self._image = StateImage()
 
     @property
     def is_busy(self) -> bool:
@@ -56,8 +49,12 @@ class BackgroundSave:
         others = state.write_others(control)
         path = partial_path(self.folder, manifest.step, token)
         self._step, tensors = manifest.step, state.tensors()
-        values = without_values(tensors)
-        arguments = ((self._copy.take(tensors), values, others), path, manifest)
+        values, failure = without_values(tensors), None
+        try:
+            self._image.take(tensors, path, self.group)
+        except (Exception, CheckpointException) as error:  # which is no Exception
+            failure = _told(error)
+        arguments = (failure, values, others, path, manifest)
         self._thread = threading.Thread(target=self._complete, args=arguments, daemon=True, name="autopar save")
         self._thread.start()
 
@@ -80,12 +77,20 @@ class BackgroundSave:
         """Why the last save failed; None if it did not."""
         return self._failure
 
-    def _complete(self, content: tuple[Any, dict[str, Any], bytes | None], path: Path, manifest: Manifest) -> None:
+    def close(self) -> None:
+        """Give back what is kept for the next save; `finish` was called."""
+        self._image.close()
+
+    def _complete(
+        self, failure: Exception | None, values: dict[str, Any], others: bytes | None, path: Path, manifest: Manifest
+    ) -> None:
         """The rest of a save, in a thread of each rank."""
         start_s = time.perf_counter()
         try:
-            with _giving_way():
-                self._failure = self._committed(self._files(*content, path), path, manifest, start_s)
+            ranks: list[Any] | None = None if others is None else [None] * dist.get_world_size()
+            dist.gather_object(values, ranks, dst=0, group=self.group)
+            own = failure or self._files(ranks, others, path)
+            self._failure = self._committed(own, path, manifest, start_s)
         except BaseException as error:  # of a connection: another rank died, and torchrun ends this one
             self._failure = error
 
@@ -110,46 +115,28 @@ class BackgroundSave:
         try:
             with lease.held():
                 commit(path, self.folder, manifest)
-                drop_older(self.folder, self.keep)
+                drop_older(self.folder, self.keep, [name for name in manifest.files if name.startswith("__")])
         except (OSError, DamagedCheckpoint, AutoparError) as error:
             return error
         return None
 
     def _files(
-        self, tensors: Any, values: dict[str, Any], others: bytes | None, path: Path
+        self, values: list[dict[str, Any]] | None, others: bytes | None, path: Path
     ) -> dict[str, list] | Exception:
         """Name -> [bytes, sha256] of the files that this rank writes, read back; the error if it could not."""
         try:
-            dcp.save(tensors, storage_writer=FileSystemWriter(path), process_group=self.group)
-            ranks: list[Any] | None = None if others is None else [None] * dist.get_world_size()
-            dist.gather_object(values, ranks, dst=0, group=self.group)
-            if others is not None and ranks is not None:
-                save_others(others, {name: x for own in ranks for name, x in own.items()}, path)
-            # torch names a rank's files after it; the first rank also writes what is there once
-            mine = [file for file in path.iterdir() if file.name.startswith(f"__{dist.get_rank()}_")]
-            if others is not None:
-                mine += [file for file in path.iterdir() if not file.name.startswith("__")]
-            return {file.name: fingerprint_file(file) for file in mine}
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            return AutoparError(f"rank {dist.get_rank()}: {type(error).__name__}: {_first_line(error)}")
+            found = self._image.write(path)
+            if others is not None and values is not None:
+                save_others(others, {name: x for own in values for name, x in own.items()}, path)
+                # torch names ranks' files after them
+                found |= {file.name: fingerprint_file(file) for file in path.iterdir() if file.name[:2] != "__"}
+            return found
+        except Exception as error:
+            return _told(error)
 
 
-@contextmanager
-def _giving_way() -> Iterator[None]:
-    """A context in which this thread has a low priority, and a thread that asks for Python's lock is given it after
-    50 us, not 5 ms as by default.
-
-    Each op of the thread that trains gives the lock up and asks for it again; every time, the thread that saves would
-    keep it for as long.
-    """
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(_SWITCH_S, usual))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
+def _told(error: BaseException) -> AutoparError:
+    return AutoparError(f"rank {dist.get_rank()}: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

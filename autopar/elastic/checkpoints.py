@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,13 +125,16 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> Path:
     return path
 
 
-def drop_older(folder: Path, keep: int) -> None:
-    """Drop all but the newest `keep` checkpoints, if the newest is as it was written; DamagedCheckpoint otherwise."""
+def drop_older(folder: Path, keep: int, read_back: Collection[str] = ()) -> None:
+    """Drop all but the newest `keep` checkpoints, if the newest is as it was written; DamagedCheckpoint otherwise.
+
+    `read_back`: its files that were read from the disk by those that wrote them, and are not read again.
+    """
     newest, *_ = paths = complete(folder)
     if len(paths) <= keep:
         return
     manifest = read_manifest(newest)
-    check_files(newest, manifest, manifest.files)
+    check_files(newest, manifest, set(manifest.files).difference(read_back))
     for path in paths[keep:]:
         away = path.with_name(f"{_PARTIAL}dropped-{path.name}")
         os.rename(path, away)  # so that no half of it is ever taken for a checkpoint

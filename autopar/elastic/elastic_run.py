@@ -75,6 +75,7 @@ class Run:
     ) -> None:
         if kind is None:
             self._saver.finish()
+            self._saver.close()
             dist.barrier(group=self._control)
         if self._lease is not None:
             self._lease.release()
@@ -140,6 +141,8 @@ class Run:
             self.step += 1
             if self._lease is not None:
                 self._lease.check()
+            if not self._saver.is_busy:
+                self._saver.finish()  # what made a save fail is told at the step after
             if self.step % self.save_every == 0 and self.step < num_steps and not self._any_busy():
                 self._save(state, shapes)
         self._saver.finish()

@@ -90,7 +90,7 @@ def test_older_ones_are_dropped_only_behind_a_sound_one(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3)]
     (paths[2] / "part").write_bytes(b"damaged...")
     with pytest.raises(DamagedCheckpoint):
-        drop_older(tmp_path, 1)
+        drop_older(tmp_path, 1, ["another"])
     assert complete(tmp_path) == paths[::-1]
     save(tmp_path, 3)  # again, in place of the damaged one
     drop_older(tmp_path, 2)

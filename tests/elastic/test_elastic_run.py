@@ -44,12 +44,21 @@ def check_as_undisturbed(folder, steps=STEPS):
 
 @pytest.mark.multirank
 def test_ranks_that_are_killed_in_each_phase_and_a_full_disk_change_nothing(tmp_path):
-    faults = [[3, 1, "forward"], [7, 0, "backward"], [12, 1, "optimizer"], [14, 0, "saving"], [19, 1, "full"]]
+    faults = [
+        [3, 1, "forward"],
+        [7, 0, "backward"],
+        [12, 1, "optimizer"],
+        [14, 0, "saving"],
+        [19, 1, "full"],
+        [29, 1, "writer"],
+    ]
     (tmp_path / "faults.json").write_text(json.dumps(faults))
-    printed = torchrun(tmp_path, 2, "--pause", "0.2", options=("--max-restarts", "8"))  # time to save
+    # time to save
+    printed = torchrun(tmp_path, 2, "--pause", "0.2", options=("--max-restarts", "8"), steps=STEPS + 10)
     assert all((tmp_path / f"fault-{index}").exists() for index in range(len(faults)))
     assert "the checkpoint after step 20 was not saved" in printed and "No space left on device" in printed
-    check_as_undisturbed(tmp_path)
+    assert "the checkpoint after step 30 was not saved" in printed and "ended with status -9" in printed
+    check_as_undisturbed(tmp_path, STEPS + 10)
     assert {path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((".saving", "lease"))} == set()
 
 
