@@ -33,25 +33,28 @@ def give_way() -> None:
 def written(memory: memoryview, path: Path, rank: int) -> list:
     """[bytes, sha256] of the file, which is as the memory is; OSError if it is not. `rank`: the process that asks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    expected, found, left = hashlib.sha256(), hashlib.sha256(), memory
+    digest = hashlib.sha256()
     with open(path, "w+b", buffering=0) as file:
-        while left:
+        at = 0
+        while at < len(memory):
             if os.getppid() != rank:
                 raise SystemExit  # nobody makes a checkpoint of it
-            size = file.write(left[:PIECE_BYTES])
-            expected.update(left[:size])
-            left = left[size:]
+            size = file.write(memory[at : at + PIECE_BYTES])
+            digest.update(memory[at : at + size])
+            at += size
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # what was synced is dropped from memory, and so comes from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        piece, size = bytearray(PIECE_BYTES), 0
-        while count := file.readinto(piece):
-            found.update(memoryview(piece)[:count])
-            size += count
-    if (size, found.digest()) != (len(memory), expected.digest()):
-        raise OSError(f"{path.name} differs from what was written when it is read back")
-    return [size, found.hexdigest()]
+        piece, at = bytearray(PIECE_BYTES), 0
+        while size := file.readinto(piece):
+            del piece[size:]
+            if piece != memory[at : at + size]:  # a bytearray is compared at once, bytes and memoryview one by one
+                break
+            at += size
+    if at != len(memory):
+        raise OSError(f"{path.name} differs from what was written when it is read back, from byte {at} on")
+    return [at, digest.hexdigest()]
 
 
 def main(descriptor: int, size: int) -> None:
