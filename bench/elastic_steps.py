@@ -24,7 +24,8 @@ import autopar.elastic
 from bench.models import GPT
 
 SEQUENCE, ROWS = 128, 4  # of a rank
-TURNS, STEPS, SAVE_EVERY = 5, 20, 10
+TURNS, STEPS = 5, 20
+SAVED_TURNS, SAVE_EVERY = 11, 10
 Seconds = tuple[float, float, float]  # by the clock; in the thread that trains: of the processor, waiting for one
 
 
@@ -58,25 +59,23 @@ def saves(num_ranks: int) -> dict[str, list[Seconds]]:
     model = autopar.compile(network(), mesh, args=tokens, cluster="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def turn(folder: Path, save_every: int) -> Seconds:
-        start_s = end_s = now()
-        with autopar.elastic.Run(folder, save_every=save_every) as run:
-            for step in run.steps(STEPS + 1, model, optimizer):  # the last one is not timed: all is saved behind it
-                end_s = now()
-                start_s = start_s if step else end_s
-                model.train_step(*tokens)
-                optimizer.step()
-                optimizer.zero_grad()
-        return since(start_s, end_s)
-
     found: dict[str, list[Seconds]] = {"without": [], "with": []}
-    with tempfile.TemporaryDirectory() as name:
-        for number in range(TURNS + 1):
-            for way, save_every in (("without", 10**6), ("with", SAVE_EVERY)):
-                folder = _shared(Path(name) / f"{way}-{number}")
-                found[way].append(turn(folder, save_every))
+    ways = [(way, save_every) for _ in range(SAVED_TURNS + 1) for way, save_every in zip(found, (10**6, SAVE_EVERY))]
+    with tempfile.TemporaryDirectory() as name, autopar.elastic.Run(_shared(Path(name)), save_every=SAVE_EVERY) as run:
+        start_s = now()
+        # a turn has a save in its middle, or none; the last step is not timed: all is saved behind it
+        for step in run.steps(SAVE_EVERY * len(ways) + SAVE_EVERY // 2 + 1, model, optimizer):
+            turn, place = divmod(step - SAVE_EVERY // 2, SAVE_EVERY)
+            if place == 0 and turn > 0:
+                found[ways[turn - 1][0]].append(since(start_s, now()))
+            if place == 0 and turn < len(ways):
+                run.save_every = ways[turn][1]
+                start_s = now()
+            model.train_step(*tokens)
+            optimizer.step()
+            optimizer.zero_grad()
         dist.barrier()
-    return {way: seconds[1:] for way, seconds in found.items()}  # the first turns plan and warm up
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first turns warm up, and lay the files out
 
 
 def _shared(folder: Path) -> Path:

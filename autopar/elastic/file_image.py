@@ -73,7 +73,7 @@ class StateImage:
 
 
 class _File(FileSystemWriter):
-    """What `torch.distributed.checkpoint` writes a plan with; here it lays the rank's file out."""
+    """A writer of `torch.distributed.checkpoint`, which lays this rank's file out in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -84,16 +84,21 @@ class _File(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Lay out what this rank writes, without the bytes of its tensors."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
-        parts, results, start = [], [], 0
+        known: dict[Any, _Skeleton] = {}  # tensors that are alike have equal ones, and there are few kinds
+        skeletons, results, start = [], [], 0
         for item in plan.items:
-            outline = _outline_of(item, planner.resolve_data(item))
-            parts += [(start + at, content) for at, content in outline.parts]
-            self._places += [(item, start + at, size) for at, size in outline.gaps]
-            results.append(WriteResult(item.index, outline.end, StorageInfo(self._name, start, outline.end)))
-            start += outline.end
+            content = planner.resolve_data(item)
+            kind = item.index if item.type == WriteItemType.BYTE_IO else _kind(content)
+            if kind not in known:
+                known[kind] = _skeleton_of(item, content)
+            skeletons.append((start, skeleton := known[kind]))
+            self._places += [(item, start + at, size) for at, size in skeleton.gaps]
+            results.append(WriteResult(item.index, skeleton.end, StorageInfo(self._name, start, skeleton.end)))
+            start += skeleton.end
         self._memory = Memory(start)
-        for at, content in parts:
-            self._memory.view[at : at + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for first, skeleton in skeletons:
+            for at, part in skeleton.parts:
+                self._memory.view[first + at :][: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
         done = Future[list[WriteResult]]()
         done.set_result(results)
         return done
@@ -146,7 +151,7 @@ class Memory:
     def pinned(self) -> torch.Tensor:
         """The view, to which a GPU copies by itself."""
         if not self._is_pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.view.data_ptr(), self.size, 0))
+            torch.cuda.check_error(_cuda().cudaHostRegister(self.view.data_ptr(), self.size, 0))
             self._is_pinned = True
         return self.view
 
@@ -183,10 +188,15 @@ class Memory:
             self.process.kill()
             self.process.communicate()
         if self._is_pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.view.data_ptr()))
+            torch.cuda.check_error(_cuda().cudaHostUnregister(self.view.data_ptr()))
         if self.size:
             self._file.close()
         self.size, self.view = 0, torch.empty(0, dtype=torch.uint8)
+
+
+def _cuda() -> Any:
+    """CUDA's runtime. Memory that others allocated is pinned by it alone, not by torch."""
+    return torch.cuda.cudart()
 
 
 def _file_in_memory() -> BinaryIO:
@@ -196,12 +206,12 @@ def _file_in_memory() -> BinaryIO:
     return cast(BinaryIO, tempfile.TemporaryFile())
 
 
-class _Outline(io.RawIOBase):
+class _Skeleton(io.RawIOBase):
     """A stream that keeps what is written to it, and where it is skipped: (first byte, content or how many)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[tuple[int, bytes]] = []
+        self.parts: list[tuple[int, bytearray]] = []
         self.gaps: list[tuple[int, int]] = []
         self.end = 0
 
@@ -209,9 +219,11 @@ class _Outline(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        self.parts.append((self.end, bytes(content)))
-        self.end += len(self.parts[-1][1])
-        return len(self.parts[-1][1])
+        if not self.parts or self.parts[-1][0] + len(self.parts[-1][1]) != self.end:
+            self.parts.append((self.end, bytearray()))
+        self.parts[-1][1].extend(content)
+        self.end += len(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         assert whence == os.SEEK_CUR, "torch.save skips a storage from where it is"
@@ -220,21 +232,21 @@ class _Outline(io.RawIOBase):
         return self.end
 
 
-def _outline_of(item: WriteItem, content: Any) -> _Outline:
-    """What `torch.save` writes of a tensor, without its bytes; of anything else, all."""
-    outline = _Outline()
+def _skeleton_of(item: WriteItem, content: Any) -> _Skeleton:
+    """The content of a file that `torch.save` writes of a tensor, without its bytes; of anything else, all."""
+    skeleton = _Skeleton()
     if item.type == WriteItemType.BYTE_IO:
-        outline.write(content.getbuffer())
-        return outline
+        skeleton.write(content.getbuffer())
+        return skeleton
     if type(content) not in (torch.Tensor, torch.nn.Parameter) or content.layout is not torch.strided:
         raise AutoparError(
             f"{item.index.fqn} is a {type(content).__name__} of layout {content.layout}: `Run` saves plain tensors and"
             " DTensors of such; leave it out of the module's state_dict(), or give it as a plain one"
         )
     with torch.serialization.skip_data():
-        torch.save(torch.empty(content.shape, dtype=content.dtype), outline)
-    assert sum(size for _, size in outline.gaps) == content.nbytes, "torch.save skips the bytes of a storage"
-    return outline
+        torch.save(torch.empty(content.shape, dtype=content.dtype), cast(BinaryIO, skeleton))
+    assert sum(size for _, size in skeleton.gaps) == content.nbytes, "torch.save skips the bytes of a storage"
+    return skeleton
 
 
 def _likeness(state: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, MeshError, MicrobatchError
 from autopar.ir.trace_with_loss import LossFunction
-from autopar.logical.sum_tree import Node, blocks, nodes_of, sum_of, summed_over_ranks
+from autopar.logical.sum_tree import Node, SumOverRanks, blocks, nodes_of, sum_of
 from autopar.runtime.rank_agreement import peers_alive, take_from_first
 from autopar.runtime.seeded_rng import draw_seed
 from autopar.torch_compat import pytree
@@ -74,6 +74,7 @@ class LogicalRanks:
         self.blocks = blocks(num_logical, num_ranks)
         self.own = nodes_of(self.blocks[self.rank], (0, num_logical))
         self.is_inside = False
+        self._means: dict[torch.dtype, SumOverRanks] = {}
         if mesh.device_type == "cpu":
             torch.set_num_threads(1)  # sums inside a kernel are split by threads, of which each launch has others
 
@@ -132,28 +133,38 @@ class LogicalRanks:
         gradients = [parameters[name].grad for name in names]
         if any(x is not None and x.layout is not torch.strided for x in gradients):
             raise AutoparError("sparse gradients have no fixed order of sums: give sparse=False to the embedding")
-        return [loss.detach(), *gradients]
+        return [loss.detach().clone(), *gradients]  # the model may keep its own
 
+    @torch.no_grad()
     def _over_ranks(
         self, sums: Sequence[list[torch.Tensor | None]], parameters: Mapping[str, torch.Tensor], names: Sequence[str]
     ) -> list[torch.Tensor | None]:
-        """The mean over all logical ranks of the loss and of each gradient; None for one that no logical rank has."""
+        """The mean over all logical ranks of the loss and of each gradient; None for one that no logical rank has.
+
+        The tensors of `sums` are overwritten. Where one is missing zeros are sent, and before all numbers of a type one
+        for each that tells whether it is there.
+        """
         loss = sums[0][0]
         assert loss is not None, "a step has a loss"
         like = [loss, *(parameters[name] for name in names)]
-        is_there = torch.tensor([any(row[i] is not None for row in sums) for i in range(len(like))], device=loss.device)
-        with peers_alive():
-            is_there = is_there.to(torch.int32)
-            dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=self.group)
-        there = [i for i, found in enumerate(is_there.tolist()) if found]
         results: list[torch.Tensor | None] = [None] * len(like)
-        for dtype in sorted({like[i].dtype for i in there}, key=str):
-            here = [i for i in there if like[i].dtype == dtype]
-            flat = [torch.cat([_or_zeros(row[i], like[i]).reshape(-1) for i in here]) for row in sums]
+        for dtype in sorted({x.dtype for x in like}, key=str):
+            here = [i for i, x in enumerate(like) if x.dtype == dtype]
+            sizes = [len(here), *(like[i].numel() for i in here)]
+            mean = self._means.setdefault(dtype, SumOverRanks(self.blocks, self.rank, self.group))
+            for row, vector in zip(sums, mean.rows(sum(sizes), dtype, loss.device)):
+                is_there, *places = vector.split(sizes)
+                is_there.copy_(torch.tensor([row[i] is not None for i in here]))
+                for i, place in zip(here, places):
+                    _write(row[i], place)
             with peers_alive():
-                total = summed_over_ranks(flat, self.blocks, self.rank, self.group)
-            for i, x in zip(here, (total / self.num).split([like[i].numel() for i in here])):
-                results[i] = x.view(like[i].shape).clone()
+                vector = mean.mean()
+            is_there, *places = vector[: sum(sizes)].split(sizes)
+            for i, found, place in zip(here, (is_there != 0).tolist(), places):
+                if found:
+                    result = sums[0][i]
+                    result = torch.empty_like(like[i]) if result is None else result
+                    results[i] = result.copy_(place.view(result.shape))
         return results
 
     def _of_first(self, buffers: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -219,6 +230,14 @@ def _added(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> 
         None if x is None and y is None else _or_zeros(x, cast(torch.Tensor, y)) + _or_zeros(y, cast(torch.Tensor, x))
         for x, y in zip(one, other)
     ]
+
+
+def _write(x: torch.Tensor | None, place: torch.Tensor) -> None:
+    """The elements of `x` in order, or zeros."""
+    if x is None:
+        place.zero_()
+    else:
+        place.view(x.shape).copy_(x)
 
 
 def _or_zeros(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -61,29 +61,46 @@ def sum_of(node: Node, term: Callable[[Node], Term | None], add: Callable[[Term,
     return add(sum_of(left, term, add), sum_of(right, term, add))
 
 
-def summed_over_ranks(
-    own: Sequence[torch.Tensor], blocks_of_ranks: Sequence[Node], rank: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The sum over all logical ranks of a vector, on every rank. `own`: that of each of `nodes_of` this rank's block.
+class SumOverRanks:
+    """The mean over all logical ranks of a vector, on every rank, in memory that is kept from one to the next.
 
-    Each rank adds one part of the vector for all: an all-to-all of the nodes' parts, the tree, and an all-gather. With
-    a logical rank on each rank these are the bytes of an all-reduce.
+    `blocks_of_ranks`: the logical ranks of each rank of `group`. Each rank adds one part of the vector for all: an
+    all-to-all of the nodes' parts, the tree, and an all-gather. With a logical rank on each rank these are the bytes of
+    an all-reduce.
     """
-    everything, num_ranks = (0, blocks_of_ranks[-1][1]), len(blocks_of_ranks)
-    if num_ranks == 1:
-        return own[0]
-    size = own[0].numel()
-    part = -(-size // num_ranks)
-    nodes = [nodes_of(block, everything) for block in blocks_of_ranks]
-    padded = own[0].new_zeros((len(own), num_ranks * part))
-    for row, vector in zip(padded, own):
-        row[:size] = vector
-    sent = padded.view(len(own), num_ranks, part).transpose(0, 1).contiguous()
-    received = sent.new_empty((sum(map(len, nodes)), part))
-    counts = [len(each) for each in nodes]
-    dist.all_to_all_single(received, sent.view(-1, part), counts, [len(own)] * num_ranks, group=group)
-    known = dict(zip((node for each in nodes for node in each), received))
-    total = sum_of(everything, known.get, torch.add)
-    whole = total.new_empty(num_ranks * part)
-    dist.all_gather_into_tensor(whole, total.contiguous(), group=group)
-    return whole[:size]
+
+    def __init__(self, blocks_of_ranks: Sequence[Node], rank: int, group: dist.ProcessGroup) -> None:
+        self.num_logical, self.group = blocks_of_ranks[-1][1], group
+        self._nodes = [nodes_of(block, (0, self.num_logical)) for block in blocks_of_ranks]
+        self._num_own = len(self._nodes[rank])
+        self._rows = torch.empty(0)
+
+    def rows(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[own nodes, size]: where this rank writes the vector of each of its nodes, all of it; then `mean` is called.
+
+        Here is what was written before.
+        """
+        num_ranks = len(self._nodes)
+        part = -(-size // num_ranks)
+        kept = self._rows
+        if (kept.dtype, kept.device, kept.shape) != (dtype, device, (self._num_own, num_ranks * part)):
+            self._rows = torch.zeros((self._num_own, num_ranks * part), dtype=dtype, device=device)
+            self._received = self._rows.new_empty((sum(map(len, self._nodes)), part))
+            self._whole = self._rows.new_empty(num_ranks * part)
+        return self._rows[:, :size]
+
+    def mean(self) -> torch.Tensor:
+        """The mean of what was written to `rows`; holds until the next call of it. It is longer, by zeros."""
+        num_ranks = len(self._nodes)
+        if num_ranks == 1:
+            return torch.div(self._rows[0], self.num_logical, out=self._whole)
+        received = self._received
+        sent = self._rows.view(self._num_own, num_ranks, -1).transpose(0, 1).contiguous()
+        counts = [len(each) for each in self._nodes]
+        sizes = [self._num_own] * num_ranks
+        dist.all_to_all_single(received, sent.view(-1, received.shape[1]), counts, sizes, group=self.group)
+        known = dict(zip((node for each in self._nodes for node in each), received))
+        # each node is read once, so that the sum may take its place
+        total = sum_of((0, self.num_logical), known.get, torch.Tensor.add_).div_(self.num_logical)
+        dist.all_gather_into_tensor(self._whole, total, group=self.group)
+        return self._whole

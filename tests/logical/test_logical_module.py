@@ -172,6 +172,50 @@ def test_a_layer_that_some_logical_ranks_leave_out(ranks4):
     assert len({whole for *_, whole in results}) == 1
 
 
+class Mixed(nn.Module):
+    """Parameters of two types, a transposed one among them, and a loss that the module keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 3).double(), nn.Linear(3, 1, dtype=torch.bfloat16)
+        self.wide.weight = nn.Parameter(self.wide.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        self.kept = self.narrow(self.wide(x).tanh().bfloat16()).double().mean()
+        return self.kept
+
+
+def mixed_steps():
+    """Gradients of a step that are kept, of two steps that are added, and the loss that the module kept."""
+    torch.manual_seed(0)
+    module = autopar.compile(Mixed(), device_mesh((4,), ("dp",)), logical_ranks=4)
+    one, other = torch.randn(2, 8, 4, dtype=torch.float64)
+    module.train_step(one)
+    kept = [x.grad for x in module.parameters()]
+    module.zero_grad()
+    module.train_step(other)
+    module.train_step(one)
+    loss = float(module.kept)
+    torch.manual_seed(0)
+    plain, copies = Mixed(), []
+    _, _ = torch.randn(2, 8, 4, dtype=torch.float64)
+    for x in (one, other):
+        plain.zero_grad()
+        (sum(plain(part) for part in x.chunk(4)) / 4).backward()
+        copies.append([p.grad.clone() for p in plain.parameters()])
+    torch.testing.assert_close(kept, copies[0], rtol=0.02, atol=1e-3)  # sums in bfloat16 are in another order
+    torch.testing.assert_close(
+        [x.grad for x in module.parameters()], [a + b for a, b in zip(*copies)], rtol=0.02, atol=1e-3
+    )
+    assert loss == float(plain(one.chunk(4)[dist.get_rank()]))
+    return True
+
+
+@pytest.mark.multirank
+def test_gradients_that_are_kept_stay_and_those_of_other_types_are_added(ranks4):
+    assert all(ranks4.run(mixed_steps))
+
+
 def refused(what):
     mesh = device_mesh((4,), ("dp",))
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0))
