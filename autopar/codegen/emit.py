@@ -20,6 +20,7 @@ from autopar.codegen.program import (
     reads,
 )
 from autopar.ir.graph import Input, Value, short_dtype
+from autopar.sbp.local_ops import local_target
 from autopar.sbp.placement import Layout, Placement, format_layout
 from autopar.sbp.redistribute import (
     Collective,
@@ -217,7 +218,7 @@ class _Emitter:
 
     def _called(self, step: Call) -> str:
         if step.roles:
-            return f"local.{local_name(step.target)}"
+            return f"local.{local_name(local_target(step.target))}"
         return called(step.target)
 
     def _arguments(self, step: Call) -> list[str]:

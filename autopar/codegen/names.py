@@ -13,6 +13,7 @@ import torch
 
 from autopar.codegen.program import Variable
 from autopar.errors import AutoparError
+from autopar.ir.functions.local_function import FunctionName
 from autopar.ir.loops.body import BodyName
 from autopar.ir.numbers.free_number import FreeFloat, FreeInt
 from autopar.ir.print_graph import printable
@@ -150,7 +151,7 @@ def code(item: Any) -> str:
             return f"torch.device({str(item)!r})"
         case Size() | FreeFloat() | FreeInt() | PartSize():
             return item.text
-        case BodyName():
+        case BodyName() | FunctionName():
             return repr(str(item))
         case complex() if type(item) is complex:
             return f"complex({item.real!r}, {item.imag!r})"

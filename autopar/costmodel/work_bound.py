@@ -12,7 +12,7 @@ from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh, SeenShares
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import local_op
 from autopar.sbp.placement import I
 
 
@@ -46,7 +46,7 @@ def floor_bytes(graph: Graph, num_devices: int) -> float:
         for value, source in zip(op.outputs, found.alias_of):
             root[value.name] = value.name if source < 0 else root[op.inputs[source].name]
             num_bytes.setdefault(root[value.name], value.num_bytes)
-        if op.target in LOCAL_OPS:
+        if local_op(op.target) is not None:
             continue
         internal_bytes += found.internal_bytes
         kept = [op.inputs[slot] for slot in found.saved_inputs] + [op.outputs[slot] for slot in found.saved_outputs]

@@ -5,7 +5,7 @@ the call. An op is defined once for a class and its constants, and lives as long
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -85,6 +85,8 @@ def is_constant(arg: Any) -> bool:
         return all(map(is_constant, arg))
     if isinstance(arg, dict):
         return all(is_constant(item) for pair in arg.items() for item in pair)
+    if _is_frozen(arg):
+        return all(is_constant(item) for item in _fields(arg))
     return isinstance(arg, (*_PLAIN, *_SAME))
 
 
@@ -93,4 +95,15 @@ def _exact(arg: Any) -> Any:
         return type(arg), tuple(map(_exact, arg))
     if isinstance(arg, dict):
         return dict, tuple((_exact(key), _exact(value)) for key, value in arg.items())
+    if _is_frozen(arg):
+        return type(arg), tuple(map(_exact, _fields(arg)))
     return (type(arg), repr(arg)) if isinstance(arg, _PLAIN) else arg
+
+
+def _is_frozen(arg: Any) -> bool:
+    """Whether `arg` is a frozen dataclass, such as a configuration."""
+    return is_dataclass(arg) and not isinstance(arg, type) and type(arg).__dataclass_params__.frozen
+
+
+def _fields(arg: Any) -> tuple[Any, ...]:
+    return tuple(getattr(arg, field.name) for field in fields(arg))

@@ -170,6 +170,7 @@ OP_FACTS: Mapping[str, OpFacts] = MappingProxyType(
         **_rows("mm", OpFacts(Product(_matmul, weight="always"))),
         **_rows("addmm", OpFacts(Product(_addmm, _second_and_third, bias=0, weight="always"))),
         **_rows("matmul bmm _grouped_mm", OpFacts(Product(_matmul, weight="maybe"))),
+        **_rows("_scaled_mm", OpFacts(Product(_matmul, bias=4, weight="maybe"))),
         **_rows("grouped_mm_fallback", OpFacts(Product(_matmul, weight="maybe")), "transformers"),
         **_rows(
             "turned_grouped_mm turned_grouped_mm_fallback grouped_linear",

@@ -1,17 +1,21 @@
 """Local arguments of an op: the global sizes that tracing wrote into its arguments, replaced by local ones."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from autopar.ir.functions.body import body_of
+from autopar.ir.functions.local_function import FunctionName, LocalFunction, Reduction
+from autopar.ir.functions.local_function import named as function_named
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 from autopar.ir.loops.body import LoopBody, body_called, named
 from autopar.ir.loops.scan_op import SCAN
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.functions.splits import split_of
+from autopar.sbp.local_ops import local_op
 from autopar.sbp.placement import local_shape, num_parts
 from autopar.sbp.rules import way_of_loop
-from autopar.sbp.signature import Strategy
+from autopar.sbp.signature import FUNCTION_SPLIT, Signature, Strategy
 from autopar.sbp.uneven.parts import PartSize, part_shape, part_size
 
 Shape = tuple[int, ...]
@@ -31,6 +35,8 @@ def localize(
         return (*op.args[:3], named(_local_body(op, strategy, mesh_shape)), *op.args[4:]), op.kwargs
     if any(one.inputs and one.inputs[0].sections for one in strategy.signatures) and op.target in _CUTS:
         return _local_cut(op, strategy, mesh_shape), op.kwargs
+    if any(one.role.startswith(FUNCTION_SPLIT) for one in strategy.signatures):
+        return op.args, (*op.kwargs, ("function", _local_function(op.nameless, strategy, mesh_shape)))
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
         return op.args, (*op.kwargs, *_parts_of_roles(op, strategy, mesh_shape))
@@ -56,28 +62,60 @@ def _local_body(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Loop
     """The body of the loop `op` as one rank runs it on its parts."""
     body = body_called(op.args[3])
     ways = [way_of_loop(op, signature) for signature in strategy.signatures]
-    split = [(size, way) for size, way in zip(mesh_shape, ways) if way is not None]
-    sizes = tuple(size for size, _ in split)
+    split = [(size, way.of_ops) for size, way in zip(mesh_shape, ways) if way is not None]
     if not split:
         return body
+    ops, values = _local_ops(body.ops, split)
+    given = {value.name: value for value in (*body.inputs, *body.outputs)} | values
+    inputs, outputs = (tuple(given[value.name] for value in side) for side in (body.inputs, body.outputs))
+    return replace(body, inputs=inputs, ops=ops, outputs=outputs)
+
+
+@lru_cache(maxsize=1024)
+def _local_function(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> FunctionName:
+    """The ops of the custom function `op` as one rank runs them on its parts."""
+    body = body_of(op)
+    assert body is not None, f"{op.target} has a role but is not known as ops"
+    found = [(size, sig.role, split_of(op, sig)) for size, sig in zip(mesh_shape, strategy.signatures)]
+    split = [(size, role, each) for size, role, each in found if each is not None]
+    ops, values = _local_ops(body.ops, [(size, each.of_ops) for size, _, each in split])
+    roles: dict[tuple[str, str], dict[str, None]] = {}
+    for _, role, each in split:
+        for reduced in each.reductions.items():
+            roles.setdefault(reduced, {})[role] = None
+    reductions = tuple(Reduction(*reduced, tuple(of)) for reduced, of in roles.items())
+    local = replace(body, inputs=_known(values, body.inputs), ops=ops, outputs=_known(values, body.outputs))
+    return function_named(LocalFunction(local, reductions))
+
+
+def _known(values: Mapping[str, Value], given: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(values.get(value.name, value) for value in given)
+
+
+def _local_ops(
+    whole: Sequence[Op], split: Sequence[tuple[int, Mapping[str, Signature]]]
+) -> tuple[tuple[Op, ...], dict[str, Value]]:
+    """`whole` ops as one rank runs them, and their values by name; `split`: of each axis its size and the ops'
+    signatures by name.
+    """
+    sizes = tuple(size for size, _ in split)
     values: dict[str, Value] = {}
     ops = []
-    for inner in body.ops:
-        own = Strategy(tuple(way.of_ops[inner.name] for _, way in split))
+    for inner in whole:
+        own = Strategy(tuple(of_ops[inner.name] for _, of_ops in split))
         args, kwargs = localize(inner, own, sizes)
         for side, layout_of in ((inner.inputs, own.input_layout), (inner.outputs, own.output_layout)):
             for index, value in enumerate(side):
                 values[value.name] = replace(value, shape=local_shape(value.shape, layout_of(index), sizes))
         inputs, outputs = (tuple(values[value.name] for value in side) for side in (inner.inputs, inner.outputs))
         ops.append(replace(inner, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs))
-    given = {value.name: value for value in (*body.inputs, *body.outputs)} | values
-    inputs, outputs = (tuple(given[value.name] for value in side) for side in (body.inputs, body.outputs))
-    return replace(body, inputs=inputs, ops=tuple(ops), outputs=outputs)
+    return tuple(ops), values
 
 
 def _parts_of_roles(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     roles = {signature.role for signature in strategy.signatures} - {""}
-    for role in sorted(roles & LOCAL_OPS[op.target].uneven_roles) if roles else ():
+    found = local_op(op.target) if roles else None
+    for role in sorted(roles & found.uneven_roles) if found is not None else ():
         signature = next(one for one in strategy.signatures if one.role == role)
         slot, dim = next((slot, placed.dim) for slot, placed in enumerate(signature.inputs) if placed.is_split)
         extent, layout = op.inputs[slot].shape[dim], strategy.input_layout(slot)

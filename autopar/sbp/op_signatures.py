@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Op
 from autopar.ir.loops.scan_op import SCAN
+from autopar.sbp.functions.signatures import function_extents, function_signatures
 from autopar.sbp.proof.discover import discovered
 from autopar.sbp.proof.prove_rule import proven
 from autopar.sbp.rules import RULES, inner_extents, may_sum_gradients, rule_of
@@ -31,18 +33,22 @@ def signatures_of(op: Op) -> tuple[Signature, ...]:
 def discovery_of(op: Op) -> Discovery | None:
     """The rule that running an op on samples gives; None for an op that has a rule, or that is to stay whole."""
     is_own = op.target.startswith("autopar")  # which are whole for a reason
-    return None if op.is_kept_whole or is_own or rule_of(op) is not None else discovered(op.nameless)
+    if op.is_kept_whole or is_own or rule_of(op) is not None or function_signatures(op):
+        return None
+    return discovered(op.nameless)
 
 
 def _splitting(op: Op) -> Iterable[Signature]:
     rule = rule_of(op)
     if rule is None:
         found = discovery_of(op)
-        return () if found is None else found.signatures
+        return function_signatures(op) if found is None else found.signatures
     return rule(op) if op.target in RULES else proven(op, tuple(rule(op)))
 
 
 def extents_of(op: Op, signature: Signature) -> dict[SplitDim, int]:
-    """The size of every dim and unit that the signature splits, outputs first, and of those within a loop's body."""
+    """The size of every dim and unit that the signature splits, outputs first, and of those within a loop or a custom function."""
     own = own_extents(op, signature)
+    if is_function(op):
+        return own | function_extents(op, signature)
     return own | inner_extents(op, signature) if op.target == SCAN else own

@@ -11,6 +11,8 @@ EXCHANGES = frozenset((DISPATCH, BETWEEN, COMBINE))
 # Roles of attention: of causal queries with all keys, of queries and keys whose parts go around the ranks, and of query
 # heads with all key heads.
 QUERIES, RING, KEY_HEADS = "queries", "ring", "key_heads"
+# Of custom functions that are run as their ops; the number of the split follows.
+FUNCTION_SPLIT = "split_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Signature:
         """Whether autograd saves the parameters for backward that it saves of the op itself, and no others; of most
         local ops it may save others.
         """
-        return not self.role or self.role in EXCHANGES
+        return not self.role or self.role in EXCHANGES or self.role.startswith(FUNCTION_SPLIT)
 
 
 @dataclass(frozen=True, slots=True)

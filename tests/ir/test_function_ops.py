@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
 from autopar.sbp.op_signatures import signatures_of
-from autopar.sbp.placement import I, S
+from autopar.sbp.placement import I, R, S
 from autopar.sbp.rules.given import forget_signatures
 
 
@@ -75,9 +75,9 @@ def test_the_graph_runs_the_own_backward() -> None:
     assert torch.equal(gradient, 2 * X)
 
 
-def test_a_function_never_meets_a_pending_sum() -> None:
+def test_a_pending_sum_meets_a_backward_that_is_known_to_be_linear() -> None:
     (op,) = traced(lambda x: Scaled.apply(x, 2.0), X).ops
-    assert [found.outputs for found in signatures_of(op)] == [(I,), (S(0),), (S(1),)]  # discovered
+    assert [found.outputs for found in signatures_of(op)] == [(I,), (S(0),), (S(1),), (R,)]  # its ops tell
     autopar.splits("batch")(Scaled)
     try:
         forget_signatures()

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from autopar.ir.graph import Op
 from autopar.sbp.candidates import strategies_of
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import LOCAL_OPS, local_target
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Signature, Strategy
@@ -75,7 +75,7 @@ def check(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tenso
             f"{op.target}: {strategy} does not divide evenly on {mesh_shape}"
         )
     has_role = any(signature.role for signature in strategy.signatures)
-    declared = Counter(LOCAL_OPS[op.target].collectives(op, strategy, mesh_shape) if has_role else ())
+    declared = Counter(LOCAL_OPS[local_target(op.target)].collectives(op, strategy, mesh_shape) if has_role else ())
     for rank in issued.values():
         assert rank == declared, f"{op.target}: {strategy} declares {declared}, issued {rank}"
     assert issued or not declared, f"{op.target}: {strategy} declares {declared}, issued none"

@@ -12,7 +12,7 @@ from autopar.ir.function_ops import class_of
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.ir.op_facts import ATTENTION, family
 from autopar.sbp.axis import Axis
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import LOCAL_OPS, local_target
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import RING, Strategy
@@ -172,7 +172,7 @@ def _saved_by_local_op(
             torch.enable_grad(),
             saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t),
         ):
-            LOCAL_OPS[target].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
+            LOCAL_OPS[local_target(target)].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
     except (RuntimeError, NotImplementedError):
         return None
     own = _storages([tensors[slot] for slot in saved_inputs])

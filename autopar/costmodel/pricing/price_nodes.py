@@ -20,7 +20,7 @@ from autopar.costmodel.state_offload import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op
 from autopar.mesh import Mesh
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import local_op
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
 from autopar.search.table import Node
@@ -129,7 +129,7 @@ def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Clu
         kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
         prices.append((*shapes_time(op, inputs, outputs, cluster), *kept))
     found = np.array(prices, dtype=np.float64)[index]
-    if op.target in LOCAL_OPS:
+    if local_op(op.target) is not None:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)
     found.flags.writeable = False
     return found
@@ -144,7 +144,7 @@ def _transients(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, parameters
 
 def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
     """i64[strategies], equal for strategies whose axes take the same roles."""
-    if op.target not in LOCAL_OPS:
+    if local_op(op.target) is None:
         return np.zeros(len(strategies), dtype=np.int64)
     numbers: dict[tuple[str, ...], int] = {}
     taken = (tuple(signature.role for signature in strategy.signatures) for strategy in strategies)

@@ -21,6 +21,7 @@ from autopar.torch_compat import (
     TorchDispatchMode,
     disable_proxy_modes_tracing,
     functions_applied_by,
+    is_traceable_wrapper_subclass,
     pytree,
     without_function_modes,
 )
@@ -111,8 +112,10 @@ class _Probe(TorchDispatchMode):
         self.is_random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in self.known}
         read = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        if any(map(is_traceable_wrapper_subclass, read)):
+            return NotImplemented  # the class calls ops on the tensors inside
+        known = {x.untyped_storage()._cdata for x in self.known}
         foreign = [x for x in read if x.untyped_storage()._cdata not in known]
         if foreign and not self.foreign:
             self.foreign, self.reader = foreign, str(func)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
+from autopar.ir.function_ops import class_of
 from autopar.sbp.local_ops import (
     cross_entropy,
     grouped_mm,
     local_conv,
     local_embedding,
+    local_function,
     local_inverse,
     local_loss,
     local_norm,
@@ -22,6 +24,7 @@ LOCAL_OPS: Mapping[str, LocalOp] = {
     **local_conv.LOCAL_OPS,
     **cross_entropy.LOCAL_OPS,
     **local_embedding.LOCAL_OPS,
+    **local_function.LOCAL_OPS,
     **grouped_mm.LOCAL_OPS,
     **local_inverse.LOCAL_OPS,
     **local_loss.LOCAL_OPS,
@@ -29,3 +32,13 @@ LOCAL_OPS: Mapping[str, LocalOp] = {
     **mean.LOCAL_OPS,
     **local_softmax.LOCAL_OPS,
 }
+
+
+def local_target(target: str) -> str:
+    """The name under which `LOCAL_OPS` has the local implementation of `target`: one is of all custom functions."""
+    return target if class_of(target) is None else local_function.TARGET
+
+
+def local_op(target: str) -> LocalOp | None:
+    """The local implementation of the op `target`; None if it has none."""
+    return LOCAL_OPS.get(local_target(target))

@@ -11,7 +11,7 @@ import torch
 from autopar.ir.graph import Op, Slot, Value, resolve
 from autopar.sbp.axis import Axis
 from autopar.sbp.convert import dual
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import LOCAL_OPS, local_target
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import can_split, is_even
 from autopar.sbp.proof.cut_and_join import Coordinate, assert_near, cut, join, on_ranks
@@ -153,7 +153,7 @@ def call(op: Op, args: Any, kwargs: Any, tensors: list[torch.Tensor], roles: dic
 
     run = resolve(op.target)
     if roles:
-        run = LOCAL_OPS[op.target].run
+        run = LOCAL_OPS[local_target(op.target)].run
     return flat(run(*map(fill, args), **{name: fill(arg) for name, arg in kwargs}, **roles))
 
 

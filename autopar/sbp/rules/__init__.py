@@ -44,19 +44,19 @@ _OF_STEPS: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
 
 
 @lru_cache(maxsize=4096)
-def _within_a_step(op: Op) -> tuple[Signature, ...]:
-    """The signatures of an op in the body of a loop: those of its row, and whole without one."""
+def signatures_within(op: Op) -> tuple[Signature, ...]:
+    """The signatures of an op in the body of a loop or function: those of its row, and whole without one."""
     rule = _OF_STEPS.get(op.target)
     return completed(op, rule(op) if rule else (), may_sum=True)
 
 
 def _scan(op: Op) -> Iterable[Signature]:
-    return (way.signature for way in loop.loop_splits(op, _within_a_step))
+    return (way.signature for way in loop.loop_splits(op, signatures_within))
 
 
 def way_of_loop(op: Op, signature: Signature) -> loop.LoopSplit | None:
     """How the ops in the body of a loop are split; None if they are whole."""
-    return loop.way_of(op, signature, _within_a_step)
+    return loop.way_of(op, signature, signatures_within)
 
 
 def inner_extents(op: Op, signature: Signature) -> dict[SplitDim, int]:

@@ -76,7 +76,10 @@ def other_dims(ndim: int, *dims: int) -> tuple[int, ...]:
 def keeps_sums(op: Op) -> bool:
     """Whether a linear op commutes with a pending sum in its result's dtype.
 
-    Rounding float terms to integers does not.
+    Rounding float terms to integers does not, nor to floats of 8 bits, which have no sums either.
     """
-    is_exact = op.outputs[0].dtype.is_floating_point or op.outputs[0].dtype.is_complex
+    dtype = op.outputs[0].dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return False
+    is_exact = dtype.is_floating_point or dtype.is_complex
     return is_exact or not any(value.dtype.is_floating_point for value in op.inputs)

@@ -3,10 +3,12 @@
 import string
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.graph import Op, arguments_of
+import torch
+
+from autopar.ir.graph import Op, Value, arguments_of
 from autopar.sbp.placement import P, R, S
 from autopar.sbp.rules._by_name import argument_names, optional_tensor, signature, tensor_of
-from autopar.sbp.rules._einsum import Term, broadcast_term, products
+from autopar.sbp.rules._einsum import Term, broadcast_term, place, products
 from autopar.sbp.signature import Signature
 
 
@@ -87,9 +89,9 @@ def tensordot(op: Op) -> Iterator[Signature]:
 
 
 # Kernels that need the row stride, of the last two dims' strides the one that is not 1, to be a multiple of this number
-# of bytes (`_meta_grouped_mm_common` in torch/_meta_registrations.py); a split that leaves another stride has no
+# of bytes (`_meta_grouped_mm_common` and `meta_scaled_mm` in torch/_meta_registrations.py); a split that leaves another stride has no
 # kernel.
-ROW_BYTES = {"aten._grouped_mm.default": 16, "autopar.turned_grouped_mm.default": 16}
+ROW_BYTES = {"aten._grouped_mm.default": 16, "autopar.turned_grouped_mm.default": 16, "aten._scaled_mm.default": 16}
 
 
 def grouped_mm(op: Op) -> Iterator[Signature]:
@@ -109,6 +111,37 @@ def grouped_mm(op: Op) -> Iterator[Signature]:
         yield from signature(op, dict(zip(names, placements)), placed)
     yield from signature(op, {names[0]: S(0), names[1]: R}, S(0), role="rows")
     yield from signature(op, {names[0]: R, names[1]: S(0)}, P, role="experts")
+
+
+# What is scaled by blocks along a dim splits where the blocks do: each part has as many scales as blocks. A sum of
+# products with one scale each is the scaled sum, so that terms are products of their own parts.
+def scaled_mm(op: Op) -> Iterator[Signature]:
+    """aten._scaled_mm: mk, kn -> mn of float8, times the scale of a (one, [m or 1, blocks of k or 1]) and of b (one,
+    [blocks of k or 1, n, blocks of it or 1]); terms of a sum are not rounded to float8.
+
+    Scales in another order, those of one dim or of 8 bits, are whole, and what they scale.
+    """
+    (m, k), n = tensor_of(op, "self").shape, tensor_of(op, "mat2").shape[1]
+    scales = [_scale_term(tensor_of(op, f"scale_{side}"), pair) for side, pair in (("a", (m, k)), ("b", (k, n)))]
+    if None in scales:
+        return
+    of_a, of_b = (tuple(letter if used else None for letter, used in zip(pair, term or ())) for pair, term in zip(("mk", "kn"), scales))
+    has_sum = optional_tensor(op, "bias") is None and op.outputs[0].dtype.itemsize > 1
+    for letter in "mnk" if has_sum else "mn":
+        placed = {"self": place(letter, tuple("mk")), "mat2": place(letter, tuple("kn"))}
+        placed |= {"scale_a": place(letter, of_a), "scale_b": place(letter, of_b), "bias": place(letter, ("n",))}
+        yield from signature(op, placed, P if letter == "k" else S("mn".index(letter)))
+
+
+def _scale_term(scale: Value, extents: tuple[int, int]) -> tuple[bool, ...] | None:
+    """Whether the scale has blocks along each dim of the matrix; None if its order is another."""
+    if scale.dtype != torch.float32:
+        return None
+    if all(size == 1 for size in scale.shape):
+        return (False,) * len(scale.shape)
+    if len(scale.shape) != 2 or any(extent % size for extent, size in zip(extents, scale.shape)):
+        return None
+    return tuple(size > 1 for size in scale.shape)
 
 
 def einsum(op: Op) -> Iterator[Signature]:
@@ -164,6 +197,7 @@ RULES = {
     "aten.inner.default": inner,
     "aten.tensordot.default": tensordot,
     "aten.einsum.default": einsum,
+    "aten._scaled_mm.default": scaled_mm,
     "aten._grouped_mm.default": grouped_mm,
     "transformers.grouped_mm_fallback.default": grouped_mm,
     "autopar.turned_grouped_mm.default": grouped_mm,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from autopar.ir.graph import Op
 from autopar.ir.loops.scan_op import SCAN
 from autopar.ir.op_facts import ATTENTION, PERMUTATIONS, RESHAPES, family
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import local_op
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import Placement, S, shared_sizes
 from autopar.sbp.rules import cast, pointwise, rule_of
@@ -74,7 +74,8 @@ def _in_units(op: Op, signature: Signature, uneven: Uneven, shares: tuple[int, .
 
 
 def _roles(op: Op) -> frozenset[str]:
-    return LOCAL_OPS[op.target].uneven_roles if op.target in LOCAL_OPS else frozenset()
+    found = local_op(op.target)
+    return frozenset() if found is None else found.uneven_roles
 
 
 def with_units(signature: Signature, units: Units, shares: tuple[int, ...] = ()) -> Signature:

@@ -1,0 +1,1 @@
+"""What custom `torch.autograd.Function`s do, as ops."""

@@ -1,0 +1,1 @@
+"""How custom `torch.autograd.Function`s split, by the ops that they run."""

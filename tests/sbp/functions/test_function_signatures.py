@@ -1,0 +1,51 @@
+"""Custom functions that split as the ops do that they run: numbers and gradients are the function's own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ir.function_ops import TENSOR, Application, target_of
+from tests.float8 import ROWWISE, TENSORWISE, Float8Product
+from tests.sbp.exercise import exercise, exercise_mesh
+
+
+def target(cls: type[torch.autograd.Function], num_tensors: int, *constants: Any) -> str:
+    return target_of(Application(cls, (TENSOR,) * num_tensors + constants, num_tensors, 1, False))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+class Halved(torch.autograd.Function):
+    """Its code does something else on parts: it divides by the number of elements that it sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.num = x.numel()
+        return x * x / x.numel()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign() / ctx.num
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+def test_products_in_float8_split_as_others(scaling: str) -> None:
+    torch.manual_seed(0)
+    found = exercise(target(Float8Product, 2, scaling), draw(4, 16, 64), draw(32, 64))
+    placements = {text.split(" [")[0] for text in found}
+    assert placements == {"B B -> B", "S(0) B* -> S(0)", "B* S(0) -> S(2)", "S(2) S(1) -> P"}
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+def test_products_in_float8_split_on_two_axes(scaling: str) -> None:
+    torch.manual_seed(0)
+    name, args = target(Float8Product, 2, scaling), (draw(4, 16, 64), draw(64, 64))
+    roles = ["split_0", "split_1", "split_2"]
+    assert [exercise_mesh(name, *args, roles=(one, other)) for one in roles for other in roles].count(0) == 0
+
+
+def test_a_function_that_counts_its_elements_is_run_as_its_ops() -> None:
+    assert "S(1) -> S(1) [split_1]" in exercise(target(Halved, 1), draw(4, 6, dtype=torch.float64))
