@@ -22,7 +22,9 @@ def quantised(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> Pair:
 def product(a: Pair, b: Pair, dtype: torch.dtype) -> torch.Tensor:
     """a [m, k] times b [k, n]."""
     left, right = a[0].contiguous(), b[0].t().contiguous().t()
-    scales = (scale.clone(memory_format=torch.contiguous_format) for scale in (a[1], b[1]))  # a stride of 1 is asked for
+    scales = (
+        scale.clone(memory_format=torch.contiguous_format) for scale in (a[1], b[1])
+    )  # a stride of 1 is asked for
     return torch._scaled_mm(left, right, *scales, out_dtype=dtype)
 
 
@@ -43,10 +45,11 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         rows, columns = (None, None) if ctx.scaling == TENSORWISE else (1, 0)
+        wide = torch.float8_e5m2 if ctx.scaling == TENSORWISE else torch.float8_e4m3fn
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_rows = quantised(flat, torch.float8_e5m2, rows)
+        of_rows = quantised(flat, wide, rows)
         of_x = product(of_rows, quantised(weight, torch.float8_e4m3fn, columns), x.dtype)
-        of_columns = of_rows if columns is None else quantised(flat, torch.float8_e5m2, columns)
+        of_columns = of_rows if columns is None else quantised(flat, wide, columns)
         inputs = quantised(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn, columns)
         of_weight = product((of_columns[0].t(), of_columns[1].t()), inputs, weight.dtype)
         return of_x.reshape(x.shape), of_weight, None

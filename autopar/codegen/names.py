@@ -13,7 +13,7 @@ import torch
 
 from autopar.codegen.program import Variable
 from autopar.errors import AutoparError
-from autopar.ir.functions.local_function import FunctionName
+from autopar.ir.functions.function_passes import FunctionName
 from autopar.ir.loops.body import BodyName
 from autopar.ir.numbers.free_number import FreeFloat, FreeInt
 from autopar.ir.print_graph import printable

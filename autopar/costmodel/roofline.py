@@ -11,6 +11,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
+from autopar.ir.functions.function_body import body_on
 from autopar.ir.graph import Graph, Op, arguments_of
 from autopar.ir.inference.append_op import APPEND, WRITE
 from autopar.ir.loops.body import body_called
@@ -74,6 +75,8 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
         return _in_steps(op, inputs, outputs, cluster)
     if family(op.target) == ATTENTION and _is_dense(op, inputs):
         return _written_out(op, inputs, outputs, cluster)
+    if is_function(op):
+        return _as_ops(op, inputs, outputs, cluster)
     if family(op.target) != ATTENTION:
         return _one_kernel(op, inputs, outputs, cluster)
     if not cluster.attention_kernels:
@@ -101,6 +104,26 @@ def _in_steps(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tupl
     forward_s, backward_s = (op.args[-1] * each_s for each_s in steps_s)
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     return forward_s + written_s, forward_s + backward_s + written_s if is_tracked else 0.0
+
+
+def _as_ops(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
+    """A custom function: the kernels of its ops, one after the other; as one kernel where these are not known.
+
+    Products that have no facts, such as a convolution's backward, count by torch's flops of the whole function.
+    """
+    body = body_on(op, inputs)
+    if body is None:
+        return _one_kernel(op, inputs, outputs, cluster)
+    times = []
+    for ops, counted in zip((body.forward, body.backward), function_flops(op, inputs)):
+        seconds, flops = 0.0, 0.0
+        for inner in ops:
+            shapes = tuple(value.shape for value in inner.inputs), tuple(value.shape for value in inner.outputs)
+            seconds += shapes_time(inner, *shapes, cluster)[0]
+            flops += op_flops(inner, *shapes)
+        times.append(seconds + max(0.0, counted - flops) / cluster.peak_flops_per_s(op.outputs[0].dtype))
+    is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    return times[0], times[1] if is_tracked else 0.0
 
 
 def _is_dense(op: Op, inputs: Shapes) -> bool:
@@ -162,7 +185,7 @@ def _fused(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[f
 
 def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
     flops = op_flops(op, inputs, outputs)
-    flops_s = again_s = flops / cluster.peak_flops_per_s(op.outputs[0].dtype)
+    flops_s = again_s = flops / cluster.peak_flops_per_s(_rate_dtype(op)) if flops else 0.0
     if flops_s and cluster.product_shares:
         forward, backward = _product_share(op, inputs, outputs, flops, cluster)
         flops_s, again_s = flops_s / forward, again_s / backward
@@ -181,8 +204,14 @@ def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     return forward_s, max(products * again_s, backward_s * max(products, 1.0)) + kernels_s
 
 
+def _rate_dtype(op: Op) -> torch.dtype:
+    """The dtype at whose rate `op` multiplies: that of its factors, which may be narrower than the result."""
+    product = facts_of(op.target).product
+    return op.outputs[0].dtype if product is None else product.operands(op)[0].dtype
+
+
 def _product_share(op: Op, inputs: Shapes, outputs: Shapes, flops: float, cluster: Cluster) -> tuple[float, float]:
-    dtype = str(op.outputs[0].dtype).removeprefix("torch.")
+    dtype = str(_rate_dtype(op)).removeprefix("torch.")
     reuse = least_reuse(inputs, outputs, flops)
     return product_share(cluster.product_shares, family(op.target), dtype, reuse)
 

@@ -24,7 +24,8 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 class Application:
     """The call of `cls.apply` by an op: `args` has a `Tensor` in the place of each tensor.
 
-    The tensors among its results are the op's results. `is_random`: whether it draws random numbers.
+    The tensors among its results are the op's results. `is_random`: whether it draws random numbers. `orders`: of each
+    tensor the order in which `cls` gets its dims, None for its own; () if all are.
     """
 
     cls: type[torch.autograd.Function]
@@ -32,9 +33,11 @@ class Application:
     num_tensors: int
     num_results: int
     is_random: bool
+    orders: tuple[tuple[int, ...] | None, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
+        orders = self.orders or (None,) * len(tensors)
+        given = iter([x if order is None else x.permute(order) for x, order in zip(tensors, orders)])
         result = self.cls.apply(*(next(given) if arg is TENSOR else arg for arg in self.args))
         results = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
         return results[0] if self.num_results == 1 else tuple(results)
@@ -53,6 +56,7 @@ _TARGETS: dict[Any, str] = {}  # by what is the same for equal calls
 def target_of(application: Application) -> str:
     """The op of the application, defined if it is new; ops of one class are numbered in order of their first call."""
     key = (application.cls, tuple(map(_exact, application.args)), application.num_results, application.is_random)
+    key += (application.orders,)
     if key not in _TARGETS:
         stem, name, number = re.sub(r"\W+", "_", application.cls.__qualname__).strip("_"), "", 1
         while not name or f"{NAMESPACE}.{name}.default" in _APPLICATIONS:
@@ -77,6 +81,11 @@ def class_of(target: str) -> type[torch.autograd.Function] | None:
     """The class that the op applies; None if it is no op of this module."""
     application = _APPLICATIONS.get(target)
     return None if application is None else application.cls
+
+
+def application_of(target: str) -> Application | None:
+    """The call that the op makes; None if it is no op of this module."""
+    return _APPLICATIONS.get(target)
 
 
 def is_constant(arg: Any) -> bool:

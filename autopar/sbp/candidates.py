@@ -13,6 +13,7 @@ from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.extra_signatures import extra_signatures
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN
+from autopar.sbp.functions.function_signatures import function_signatures
 from autopar.sbp.op_signatures import SplitDim, discovery_of, extents_of, signatures_of
 from autopar.sbp.placement import I, KeyTuple, Layout, Placement, S, is_convertible, is_even, num_parts
 from autopar.sbp.rules import rule_of
@@ -44,7 +45,7 @@ def annotate(
     has_extra = near is None or num_changed or any(map(_is_extra, near.values()))
     routed = extra_signatures(graph) if has_extra else {}
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
-    unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None}
+    unknown = {op.name: discovery_of(op) for op in ops if rule_of(op) is None and not function_signatures(op)}
     return Candidates(
         strategies={
             op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven, shared)) for op in ops

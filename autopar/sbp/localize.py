@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from autopar.ir.functions.body import body_of
-from autopar.ir.functions.local_function import FunctionName, LocalFunction, Reduction
-from autopar.ir.functions.local_function import named as function_named
+from autopar.ir.functions.function_body import body_of
+from autopar.ir.functions.function_passes import FunctionName, LocalFunction, ReducedValue
+from autopar.ir.functions.function_passes import named as function_named
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 from autopar.ir.loops.body import LoopBody, body_called, named
 from autopar.ir.loops.scan_op import SCAN
-from autopar.sbp.functions.splits import split_of
+from autopar.sbp.functions.function_splits import split_of
 from autopar.sbp.local_ops import local_op
 from autopar.sbp.placement import local_shape, num_parts
 from autopar.sbp.rules import way_of_loop
@@ -83,7 +83,7 @@ def _local_function(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> 
     for _, role, each in split:
         for reduced in each.reductions.items():
             roles.setdefault(reduced, {})[role] = None
-    reductions = tuple(Reduction(*reduced, tuple(of)) for reduced, of in roles.items())
+    reductions = tuple(ReducedValue(*reduced, tuple(of)) for reduced, of in roles.items())
     local = replace(body, inputs=_known(values, body.inputs), ops=ops, outputs=_known(values, body.outputs))
     return function_named(LocalFunction(local, reductions))
 

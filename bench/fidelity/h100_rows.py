@@ -198,8 +198,8 @@ def _attention_shares(rates: Mapping[str, Sequence[Sequence[float]]]) -> tuple[P
     )
 
 
-# fp8 products are twice as fast as those of bfloat16 (NVIDIA H100 datasheet): of linear layers, and in Megatron-Core of
-# experts too, whose grouped products are Transformer Engine's `GroupedLinear`.
+# The models are traced in bfloat16; libraries have products in fp8, at the preset's rate: those of linear layers, in
+# Megatron-Core those of experts too, whose grouped products are Transformer Engine's `GroupedLinear`.
 GROUPED = (
     "aten._grouped_mm",
     "transformers.grouped_mm_fallback",
@@ -210,7 +210,8 @@ GROUPED = (
 
 
 def _fp8_shares(ops: Sequence[str]) -> tuple[ProductShare, ...]:
-    return tuple(ProductShare(2.0, op=op) for op in ops)
+    rates = PRESETS["h100"].flops_per_s
+    return tuple(ProductShare(rates["float8_e4m3fn"] / rates["bfloat16"], op=op) for op in ops)
 
 
 def _torchtitan(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Cluster:

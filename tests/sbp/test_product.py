@@ -1,5 +1,7 @@
 """Products on shards against the op itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,19 @@ from autopar.sbp.rules.matmul import RULES, parse_equation
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op
 
+
+def f8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) + 0.5
+
+
 SAMPLES = [
+    ("_scaled_mm", (f8(8, 32), f8(32, 32), scales(), scales(), None, None, torch.float32)),
+    ("_scaled_mm", (f8(8, 32), f8(32, 32), scales(8, 1), scales(1, 32), None, None, torch.float32)),
+    ("_scaled_mm", (f8(8, 32), f8(32, 32), scales(), scales(), torch.randn(32), None, torch.float32)),
     ("linear", (f64(4, 2, 6), f64(8, 6), f64(8))),
     ("linear", (f64(4, 6), f64(8, 6), None)),
     ("linear", (f64(6), f64(8, 6), f64(8))),
@@ -81,6 +95,26 @@ def test_linear_has_just_the_splits_of_its_letters():
 
 def test_weight_without_gradient_is_whole():
     assert "S(0) B -> S(0)" in exercise("aten.linear.default", f64(4, 6), f64(8, 6, grad=False), None)
+
+
+def test_terms_of_a_product_in_float8_are_wider_and_have_no_bias() -> None:
+    whole, plain = (scales(), scales()), "aten._scaled_mm.default"
+    found = exercise(plain, f8(8, 32), f8(32, 32), *whole, None, None, torch.float32)
+    assert found == {"B B B B -> B", "S(0) B B B -> S(0)", "B S(1) B B -> S(1)", "S(1) S(0) B B -> P"}
+    narrow, _ = make_op(plain, f8(8, 32), f8(32, 32), *whole, None, None, torch.float8_e4m3fn)
+    assert "S(1) S(0) B B -> P" not in map(str, signatures_of(narrow))
+    by_rows = exercise(plain, f8(8, 32), f8(32, 32), scales(8, 1), scales(1, 32), None, None, torch.float32)
+    assert {"S(0) B S(0) B -> S(0)", "B S(1) B S(1) -> S(1)", "S(1) S(0) B B -> P"} < by_rows
+
+
+def test_scales_of_blocks_are_split_with_them_and_those_in_another_order_are_whole() -> None:
+    a, b = f8(256, 256), f8(256, 256)
+    op, _ = make_op("aten._scaled_mm.default", a, b, scales(), scales(), None, None, torch.bfloat16)
+    of_blocks = tuple(replace(value, shape=shape) for value, shape in zip(op.inputs[2:], ((256, 2), (2, 2))))
+    found = set(map(str, signatures_of(replace(op, inputs=(*op.inputs[:2], *of_blocks)))))
+    assert {"S(0) B S(0) B -> S(0)", "B S(1) B S(1) -> S(1)", "S(1) S(0) S(1) S(0) -> P"} < found
+    flat = tuple(replace(value, shape=(2048,), dtype=torch.float8_e8m0fnu) for value in op.inputs[2:])
+    assert len(signatures_of(replace(op, inputs=(*op.inputs[:2], *flat)))) == 1
 
 
 def test_one_tensor_in_two_places_of_an_einsum():

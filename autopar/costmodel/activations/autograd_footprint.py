@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.ir.function_ops import class_of
+from autopar.ir.functions.function_body import body_of
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.ir.op_facts import ATTENTION, family
 from autopar.sbp.axis import Axis
@@ -52,7 +53,19 @@ def footprint(op: Op) -> Footprint:
 def _of_op(op: Op) -> Footprint:
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
-    return _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)
+    found = _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)
+    return found if class_of(op.target) is None or not is_tracked else _of_function(op, found)
+
+
+def _of_function(op: Op, found: Footprint) -> Footprint:
+    """The footprint of a custom function of which this was `found`: what it keeps as attributes of its context is not
+    seen, so that it saves all it is given, unless its backward is known to read what was found and no more.
+    """
+    body = body_of(op)
+    read = set() if body is None else {value.name for value in body.saved}
+    if body is None or {slot for slot, v in enumerate(body.inputs) if v.name in read} - found.saved_inputs:
+        return replace(found, saved_inputs=frozenset(range(len(op.inputs))), is_assumed=True)
+    return found
 
 
 def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
@@ -92,10 +105,7 @@ def _footprint(
     if family(target) == ATTENTION:
         return _attention(outputs, is_tracked)
     try:
-        footprint = _probe(target, args, kwargs, inputs)
-        # what a custom function keeps as attributes of its context is not seen: all it is given
-        keeps = is_tracked and class_of(target) is not None
-        return replace(footprint, saved_inputs=frozenset(range(len(inputs))), is_assumed=True) if keeps else footprint
+        return _probe(target, args, kwargs, inputs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
         # ops that depend on contents (nonzero, unique) have no meta kernel, and custom functions may have none: assume
         # that everything is saved
@@ -172,7 +182,9 @@ def _saved_by_local_op(
             torch.enable_grad(),
             saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t),
         ):
-            LOCAL_OPS[local_target(target)].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
+            LOCAL_OPS[local_target(target)].run(
+                *fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes
+            )
     except (RuntimeError, NotImplementedError):
         return None
     own = _storages([tensors[slot] for slot in saved_inputs])

@@ -102,8 +102,19 @@ class Cluster:
         return math.prod(level.size or math.inf for level in self.levels)
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Flop/s of products of `dtype`."""
+        """Flop/s of products of `dtype`; where it was not measured that of float32, of float8 that of bfloat16.
+
+        PlanError for float8 on GPUs that are not known to have such products.
+        """
         name = str(dtype).removeprefix("torch.")
+        if name.startswith("float8") and name not in self.flops_per_s:
+            if self.device_type == "cuda" and self.calibration is None:
+                raise PlanError(
+                    f"cluster {self.name!r}: the model has products of {name}, found rates of"
+                    f" {', '.join(self.flops_per_s)}; take devices that have such products (h100), give"
+                    f" flops_per_s[{name!r}] in the cluster's file, or keep the layers in bfloat16"
+                )
+            name = "bfloat16"
         return self.flops_per_s.get(name, self.flops_per_s["float32"])
 
     @property

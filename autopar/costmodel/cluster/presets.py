@@ -123,7 +123,14 @@ _P100 = _gpus(
 _H100 = _gpus(
     "h100",
     _Links(per_node=8, nvlink=450e9, network=400 * GBIT, host=PCIE5),
-    peak={"float16": 989.4e12, "bfloat16": 989.4e12, "float32": 67e12, "float64": 67e12},
+    peak={
+        "float8_e4m3fn": 1978.9e12,
+        "float8_e5m2": 1978.9e12,
+        "float16": 989.4e12,
+        "bfloat16": 989.4e12,
+        "float32": 67e12,
+        "float64": 67e12,
+    },
     memory_bandwidth=3350e9,
     memory=80 * 10**9,
     source=(

@@ -1,1 +1,1 @@
-"""What custom `torch.autograd.Function`s do, as ops."""
+"""Custom `torch.autograd.Function`s as the ops that they run."""

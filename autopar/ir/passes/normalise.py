@@ -9,6 +9,7 @@ from autopar.ir.attention.constant_masks import recognise_masks
 from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.folding.order_free_ops import order_free_ops
+from autopar.ir.functions.turn_functions import turn_functions
 from autopar.ir.graph import Graph
 from autopar.ir.loops.roll_up import roll_up
 from autopar.ir.masks.scatter_rows import scatter_rows
@@ -34,6 +35,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     unflatten_products,
     unflatten_linears,
     turn_grouped_weights,
+    turn_functions,
     unflatten_repeats,
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.ir.functions.body import body_of
-from autopar.ir.functions.local_function import MAX, MIN, SUM, Reduce, function_called, passes_of
+from autopar.ir.functions.function_body import body_of
+from autopar.ir.functions.function_passes import MAX, MIN, SUM, Reduce, function_called, passes_of
 from autopar.ir.graph import Op
 from autopar.sbp.axis import Axis
 from autopar.sbp.convert import all_reduce
-from autopar.sbp.functions.splits import split_of
+from autopar.sbp.functions.function_splits import split_of
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.placement import I, local_shape
 from autopar.sbp.redistribute import Collective
@@ -35,7 +35,7 @@ class _AsOps(torch.autograd.Function):
     def forward(ctx: Any, name: str, roles: Roles, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.name, ctx.roles, ctx.num_inputs = name, roles, len(tensors)
         forward, _ = passes_of(name)
-        results, saved = forward(_reducing(roles), *tensors)
+        results, saved = forward(_reducing(roles), *(x.contiguous() for x in tensors))  # as they were traced
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(x for x in results if not x.dtype.is_floating_point and not x.is_complex()))
         return results
@@ -49,7 +49,7 @@ class _AsOps(torch.autograd.Function):
             )
         _, backward = passes_of(ctx.name)
         wanted = function_called(ctx.name).body.output_gradients
-        given = [gradient for gradient, value in zip(gradients, wanted) if value is not None]
+        given = [gradient.contiguous() for gradient, value in zip(gradients, wanted) if value is not None]
         found = backward(_reducing(ctx.roles), *ctx.saved_tensors, *given)
         return None, None, *found
 

@@ -89,8 +89,8 @@ def tensordot(op: Op) -> Iterator[Signature]:
 
 
 # Kernels that need the row stride, of the last two dims' strides the one that is not 1, to be a multiple of this number
-# of bytes (`_meta_grouped_mm_common` and `meta_scaled_mm` in torch/_meta_registrations.py); a split that leaves another stride has no
-# kernel.
+# of bytes (`_meta_grouped_mm_common` and `_check_scaled_mm_sizes` in torch/_meta_registrations.py); a split that leaves
+# another stride has no kernel.
 ROW_BYTES = {"aten._grouped_mm.default": 16, "autopar.turned_grouped_mm.default": 16, "aten._scaled_mm.default": 16}
 
 
@@ -125,7 +125,10 @@ def scaled_mm(op: Op) -> Iterator[Signature]:
     scales = [_scale_term(tensor_of(op, f"scale_{side}"), pair) for side, pair in (("a", (m, k)), ("b", (k, n)))]
     if None in scales:
         return
-    of_a, of_b = (tuple(letter if used else None for letter, used in zip(pair, term or ())) for pair, term in zip(("mk", "kn"), scales))
+    of_a, of_b = (
+        tuple(letter if used else None for letter, used in zip(pair, term or ()))
+        for pair, term in zip(("mk", "kn"), scales)
+    )
     has_sum = optional_tensor(op, "bias") is None and op.outputs[0].dtype.itemsize > 1
     for letter in "mnk" if has_sum else "mn":
         placed = {"self": place(letter, tuple("mk")), "mat2": place(letter, tuple("kn"))}

@@ -1,10 +1,10 @@
-"""`body_of`: the forward and the backward of a custom `torch.autograd.Function` as torch's ops on tensors without data."""
+"""`body_of`: forward and backward of a custom `torch.autograd.Function` as torch's ops, on tensors without data."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -43,7 +43,7 @@ class FunctionBody:
 
     @property
     def saved(self) -> tuple[Value, ...]:
-        """What backward reads of the inputs and of what forward computed."""
+        """The values that backward reads of the inputs and of what forward computed."""
         given = {value.name for value in self.output_gradients if value is not None}
         known = {value.name: value for value in self.inputs}
         known |= {value.name: value for op in self.forward for value in op.outputs}
@@ -61,6 +61,14 @@ def body_of(op: Op) -> FunctionBody | None:
     tensors of its own, so that ops on tensors without data do not say what it does.
     """
     return _body(op.nameless) if is_function(op) else None
+
+
+def body_on(op: Op, shapes: tuple[tuple[int, ...], ...]) -> FunctionBody | None:
+    """`body_of` a call of the function with inputs of these shapes."""
+    if not is_function(op):
+        return None
+    inputs = tuple(replace(value, shape=shape) for value, shape in zip(op.inputs, shapes))
+    return _body(replace(op, inputs=inputs).nameless)
 
 
 @lru_cache(maxsize=4096)
@@ -86,13 +94,13 @@ def _traced(op: Op) -> FxGraph:
 
     with FakeTensorMode(), torch.enable_grad():
         given = [torch.empty(v.shape, dtype=v.dtype, requires_grad=v.needs_grad) for v in op.inputs]
-        given += [torch.empty(v.shape, dtype=v.dtype) for v in op.outputs if v.needs_grad]
+        given += [torch.empty_like(x.detach()) for x, value in zip(call(op, given), op.outputs) if value.needs_grad]
         return make_fx(both)(*given).graph
 
 
 def _read(op: Op, graph: FxGraph) -> FunctionBody:
     graph.eliminate_dead_code()
-    reader = _Reader()
+    reader = _BodyReader()
     for node in graph.nodes:
         reader.take(node)
     names = [value.name for value in reader.given]
@@ -118,7 +126,7 @@ def _num_forward(ops: Sequence[Op], outputs: Sequence[Value], inputs: set[str]) 
     return max((made[value.name] for value in outputs if value.name not in inputs), default=0)
 
 
-class _Reader:
+class _BodyReader:
     """The ops of an fx graph, whose values are on tensors without gradient."""
 
     def __init__(self) -> None:
@@ -133,7 +141,7 @@ class _Reader:
         if node.op == "placeholder":
             self.given.append(self._value(node, node.meta["val"]))
         elif node.op == "output":
-            self.results = list(node.args[0])  # pyrefly: ignore[bad-assignment]
+            self.results = list(cast(Sequence[Node | None], node.args[0]))
         elif node.target is getitem:
             source, number = node.args
             self.values[node] = self.parts[source][number]  # pyrefly: ignore[bad-index]
@@ -161,8 +169,9 @@ class _Reader:
         """
         packet, written = target._overloadpacket, node.args[0]
         plain = getattr(getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None), target._overloadname, None)
-        is_own = isinstance(written, Node) and written.op == "call_function" and written not in self.shared
-        if plain is None or not is_own or node.meta["val"].dtype != written.meta["val"].dtype:
+        if plain is None or not isinstance(written, Node) or written.op != "call_function" or written in self.shared:
+            raise _Unknown
+        if node.meta["val"].dtype != written.meta["val"].dtype:
             raise _Unknown
         written.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
         return plain
@@ -182,6 +191,3 @@ class _Reader:
     def _value(self, node: Node, x: torch.Tensor) -> Value:
         self.values[node] = Value(node.name, tuple(x.shape), x.dtype, False)
         return self.values[node]
-
-
-

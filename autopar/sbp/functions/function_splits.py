@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.ir.functions.body import FunctionBody, body_of
-from autopar.ir.functions.local_function import MAX, MIN, SUM
+from autopar.ir.functions.function_body import FunctionBody, body_of
+from autopar.ir.functions.function_passes import MAX, MIN, SUM
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import signatures_within
@@ -93,7 +93,7 @@ def _splits(body: FunctionBody, inputs: tuple[Placement, ...]) -> Iterator[Funct
 
 
 def _with_gradients(
-    body: FunctionBody, inputs: tuple[Placement, ...], backward: "_Placed"
+    body: FunctionBody, inputs: tuple[Placement, ...], backward: "_PlacedOps"
 ) -> tuple[Placement, ...] | None:
     """The placements of the inputs with R where the gradient is a pending sum; None if a gradient is no dual."""
     placed = []
@@ -108,17 +108,17 @@ def _with_gradients(
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _PlacedOps:
     of_values: dict[str, Placement]
     of_ops: dict[str, Signature]
     reductions: dict[str, str]
 
 
-def _placed(ops: tuple[Op, ...], given: Mapping[str, Placement]) -> _Placed | None:
+def _placed(ops: tuple[Op, ...], given: Mapping[str, Placement]) -> _PlacedOps | None:
     """The placements that follow from those `given`; None if an op takes none such."""
     summed: set[str] = set()
     while True:
-        found = _Placed(dict(given), {}, {})
+        found = _PlacedOps(dict(given), {}, {})
         for op in ops:
             inputs = tuple(found.of_values[value.name] for value in op.inputs)
             fitting = _fitting(op, inputs)

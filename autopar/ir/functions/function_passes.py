@@ -1,4 +1,4 @@
-"""`LocalFunction`: a function's ops as one rank runs them on its parts, known to the process by a name made of its text."""
+"""`LocalFunction`: the ops of a function as one rank runs them on its parts, known by a name made of their text."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.functions.body import FunctionBody
+from autopar.ir.functions.function_body import FunctionBody
 from autopar.ir.graph import Op, Slot, Value, resolve
 
 SUM, MAX, MIN = "sum", "max", "min"
@@ -17,7 +17,7 @@ Reduce = Callable[[torch.Tensor, str, tuple[str, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReducedValue:
     """The value `name` is reduced over the ranks of the axes with these roles, by "sum", "max" or "min"."""
 
     name: str
@@ -30,9 +30,9 @@ class LocalFunction:
     """The `body` on a rank's parts, with sizes of these, and what is reduced where it has been computed, in order."""
 
     body: FunctionBody
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[ReducedValue, ...]
 
-    def reduced(self, op: Op) -> tuple[Reduction, ...]:
+    def reduced(self, op: Op) -> tuple[ReducedValue, ...]:
         names = {value.name for value in op.outputs}
         return tuple(one for one in self.reductions if one.name in names)
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ir.function_ops import is_function
-from autopar.ir.functions.body import body_of
-from autopar.ir.functions.local_function import function_called
+from autopar.ir.functions.function_body import body_of
+from autopar.ir.functions.function_passes import function_called
 from autopar.ir.graph import Op
-from autopar.sbp.functions.splits import FunctionSplit, function_splits, split_of
+from autopar.sbp.functions.function_splits import FunctionSplit, function_splits, split_of
 from autopar.sbp.localize import LOCAL_ARGUMENTS, localize
 from autopar.sbp.placement import local_shape
 from autopar.sbp.rules.complete import SplitDim, own_extents
