@@ -5,8 +5,10 @@ import torch
 
 from autopar.ir.attention.flex_op import FLEX
 from autopar.sbp.candidates import strategies_of
-from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.local_ops import LOCAL_OPS, local_target
+from tests.float8 import TENSORWISE, Float8Product
 from tests.sbp.exercise import check, f64
+from tests.sbp.functions.test_function_signatures import draw, target
 from tests.sbp.rulecheck import make_op
 from tests.sbp.test_flex_attention import call as flex_call
 
@@ -35,6 +37,7 @@ SAMPLES = [
     ("aten.logsumexp.default", (f64(4, 8), [-1])),
     ("aten.mse_loss.default", (f64(4, 8), f64(4, 8))),
     (GROUPED, (f64(8, 4), f64(4, 4, 4), torch.tensor([2, 2, 5, 8]))),
+    (target(Float8Product, 2, TENSORWISE), (draw(4, 16, 64), draw(64, 64))),
 ]
 
 
@@ -51,5 +54,5 @@ def test_signatures_on_two_axes_are_independent(target, args):
 
 
 def test_each_kind_of_local_implementation_is_sampled():
-    sampled = {LOCAL_OPS[target].collectives for target, _ in SAMPLES}
+    sampled = {LOCAL_OPS[local_target(target)].collectives for target, _ in SAMPLES}
     assert {local_op.collectives for local_op in LOCAL_OPS.values()} == sampled

@@ -33,6 +33,8 @@ def _runs_on_parts(op: Op, split: FunctionSplit, signature: Signature) -> bool:
     if split.reductions:
         return False
     extents = (own_extents(op, signature) | function_extents(op, signature)).values()
+    if not extents:
+        return True  # terms of sums are as large
     num_parts = next((n for n in range(2, 1 + min(extents, default=1)) if all(size % n == 0 for size in extents)), 0)
     if not num_parts:
         return False

@@ -16,6 +16,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
+from autopar.sbp.functions.function_signatures import function_signatures
 from autopar.sbp.microbatch.token_count import known_ops
 from autopar.sbp.op_signatures import discovery_of, signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
@@ -195,6 +196,8 @@ def _refusal(op: Op, domains: Domains) -> str:
 
 
 def _found(op: Op) -> str:
+    if own := function_signatures(op):
+        return f", and as its ops it splits only as {'; '.join(map(str, own))}"
     discovery = discovery_of(op)
     if discovery is None:
         return ""

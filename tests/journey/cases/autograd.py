@@ -9,7 +9,7 @@ import autopar
 from tests.journey.case import FORWARD, PP, Numbers, Run, case
 from tests.journey.stack import WIDTH, Block, Stack, batch
 
-UNSPLIT = {PP: "there is no rule for splitting it, and on samples it splits only as.*autopar.splits"}
+UNSPLIT = {PP: "there is no rule for splitting it, and as its ops it splits only as.*autopar.splits"}
 
 
 def stepped(run: Run, block: type[nn.Module]) -> Numbers:
