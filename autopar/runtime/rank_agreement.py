@@ -316,6 +316,8 @@ def _digest(x: torch.Tensor) -> str | int:
     if x.is_meta:
         return "no data"
     x = x.detach()
+    if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+        x = x.float()  # float8 is promoted to nothing
     places = torch.linspace(0, max(x.numel() - 1, 0), min(x.numel(), NUM_SAMPLES), dtype=torch.float64).long()
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float64))
     return digest_of((total.item(), x.flatten()[places.to(x.device)].tolist()))

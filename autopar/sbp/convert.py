@@ -26,6 +26,11 @@ def _parts_of(axis: Axis, placement: Placement, extent: int | None) -> DimParts:
     return DimParts(placement.dim, () if is_even else axis.parts(extent or 0, placement))
 
 
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether it is a float of 8 bits, of which neither kernels nor backends have sums."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 Extents = tuple[int | None, ...]  # of several tensors, as of `convert`; () if all parts are equal
 
 
@@ -172,6 +177,10 @@ def begin_together(
     changes = {(src.kind.replace("R", "I"), dst.kind.replace("R", "I")) for src, dst in zip(sources, targets)}
     assert len(changes) == 1, f"one bucket with several changes: {sources} -> {targets}"
     extents = extents or (None,) * len(tensors)
+    if axis.size > 1 and is_float8(tensors[0].dtype):
+        as_bytes = [x.detach().view(torch.uint8) for x in tensors]
+        landed = begin_together(axis, sources, targets, *as_bytes, extents=extents, is_async=is_async)
+        return lambda: tuple(x.view(of.dtype) for x, of in zip(landed(), tensors))
     if axis.size > 1:
         tensors = tuple(x.detach().resolve_conj().resolve_neg() for x in tensors)
         match changes.pop():
@@ -291,6 +300,8 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, extent: in
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x
     x = x.detach().resolve_conj().resolve_neg()  # collectives send memory as it is
+    if is_float8(x.dtype):  # which backends do not know; no rule adds it up
+        return move(x.view(torch.uint8), axis, src, dst, extent).view(x.dtype)
     match src_kind, dst_kind:
         case "P", "I":
             return all_reduce(x, axis)

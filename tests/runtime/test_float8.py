@@ -104,3 +104,36 @@ def test_gradients_are_those_of_one_device(ranks4: Ranks, scaling: str, is_tenso
     for found in ranks4.run(compared, scaling, is_tensor_parallel):
         assert found["distance"] <= 3 * found["rounding"] and abs(found["loss"]) < 1e-4, found
         assert "local.custom_function" in found["code"]
+
+
+class Stored(nn.Module):
+    """A linear layer whose weight is stored in float8, with a scale of each row."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((100 * torch.randn(outputs, inputs)).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.full((outputs, 1), 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(-1, keepdim=True) / 448
+        rows = (x / largest).to(torch.float8_e4m3fn)
+        return torch._scaled_mm(rows, self.weight.t(), largest, self.scale.t(), out_dtype=torch.float32)
+
+
+def called_with_stored(pins: dict[str, str]) -> tuple[float, str, bool]:
+    """How far a call is from that on one device, its code, and whether whole state is given out."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Stored(64, 128), nn.GELU(), Stored(128, 64)), torch.randn(64, 64)
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    with torch.no_grad():
+        whole, weights = model(x), {name: p.clone() for name, p in model.state_dict().items()}
+        model = autopar.compile(model, mesh, args=(x,), cluster=SLOW, pins=pins, trains=False)
+        distance = float((model(x) - whole).norm() / whole.norm())
+    state = model.full_state_dict()
+    return distance, model.code, all(torch.equal(state[name].float(), weights[name].float()) for name in weights)
+
+
+def test_weights_in_float8_are_gathered_and_exchanged_as_bytes(ranks4: Ranks) -> None:
+    for distance, code, is_same in ranks4.run(called_with_stored, {"0.weight": "BS(0)", "2.weight": "S(0)S(1)"}):
+        assert distance < 1e-6 and is_same
+        assert "_2_weight__1 = move(_2_weight, axis_dp" in code and "all_to_all" in code
