@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
 
 from autopar.answers.compare_plans import ChangedRow, compare
+from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.plain_torch.export_stages import TorchStages, in_stages
@@ -81,11 +82,10 @@ def export(
     """
     if to not in ("torch", "hf"):
         raise ValueError(f"to={to!r}: expected 'torch' or 'hf'")
-    if plan.training.param_dtype:
+    if plan.training.param_dtype and to == "hf":
         raise PlanError(
-            f"the plan computes in {plan.training.param_dtype} over parameters of another dtype (param_dtype), which no"
-            " file is written for: export a plan made without it, and give each fully_shard of the file"
-            f" mp_policy=MixedPrecisionPolicy(param_dtype=torch.{plan.training.param_dtype})"
+            f"the plan computes in {plan.training.param_dtype} over parameters of another dtype (param_dtype), which"
+            " transformers' distributed_config has no word for: export to torch, or a plan made without it"
         )
     exported = (export_hf if to == "hf" else export_torch)(plan, model, args, kwargs or {})
     write(path, exported.text)
@@ -102,11 +102,28 @@ def export_torch(plan: AnyPlan, model: nn.Module, args: Sequence[Any], kwargs: M
     layouts = near(plans, bare, in_stages=stages is not None)
     if isinstance(plan, StagedPlan) and plan.schedule.is_halved:
         layouts = map(_never_freed, layouts)
-    layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(layout, trial), trial)
+    layouts = map(partial(_in_dtypes, plans[0].training), layouts)
+    layout, made = _nearest(plan, stages, layouts, lambda layout: fitted(_check_dtypes(layout), trial), trial)
     made = replace(made, text=write_torch(layout, bare, _notes(made), text))
     if stages:
         check_stages(made.text, trial)
     return made
+
+
+def _in_dtypes(training: Training, layout: TorchLayout) -> TorchLayout:
+    """The layout whose fully_shard computes, and sums gradients, in the dtypes of a plan that computes in another."""
+    both = {"param_dtype": training.param_dtype, "reduce_dtype": training.reduce_dtype}
+    return replace(layout, dtypes={name: dtype for name, dtype in both.items() if dtype and training.param_dtype})
+
+
+def _check_dtypes(layout: TorchLayout) -> TorchLayout:
+    """The layout; PlanError if nothing in it computes in the plan's dtype."""
+    if layout.dtypes and not layout.shard_axes:
+        raise PlanError(
+            f"whole parameters are not computed with in {layout.dtypes['param_dtype']}: of torch only fully_shard casts"
+            " them, so export a plan that splits them (--hand zero2 or zero3)"
+        )
+    return layout
 
 
 def _never_freed(layout: TorchLayout) -> TorchLayout:

@@ -29,7 +29,8 @@ class TorchLayout:
     outside of blocks, of which gathered parameters stay until backward. `recomputed`: blocks whose activations are
     computed again. `divided`: FQN of a module -> its attributes that count heads or features, which a rank has a part
     of. `ties`: pairs of FQNs of one parameter. `met`: FQN of a whole parameter that meets parts -> the modules that
-    give these; the terms of its gradient on the ranks of the tensor axes are summed.
+    give these; the terms of its gradient on the ranks of the tensor axes are summed. `dtypes`: argument of
+    fully_shard's MixedPrecisionPolicy -> name of a dtype.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class TorchLayout:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ties: tuple[tuple[str, str], ...] = ()
     met: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summed(self) -> dict[str, tuple[str, ...]]:

@@ -22,7 +22,7 @@ _IMPORTS = {
     "torch": ("nn",),
     CheckpointWrapper.__module__: ("checkpoint_wrapper",),
     "torch.distributed.device_mesh": ("DeviceMesh",),
-    "torch.distributed.fsdp": ("fully_shard",),
+    "torch.distributed.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
     "torch.distributed.pipelining": (
         "PipelineStage", "Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
     ),
@@ -98,7 +98,7 @@ def write_torch(layout: TorchLayout, model: nn.Module, notes: Iterable[str] = ()
     tables, _, functions = stages.partition("\n\n\n")
     axes = "\n".join(part for part in (_axes(layout, is_part), tables) if part)
     text = "\n\n\n".join(part for part in (text, *part_functions(text), functions) if part)
-    return f"{head}\n\n{_imports(text)}\n\n{axes}\n\n\n{text}\n"
+    return f"{head}\n\n{_imports(f'{axes}{text}')}\n\n{axes}\n\n\n{text}\n"
 
 
 def _axes(layout: TorchLayout, is_part: bool) -> str:
@@ -106,7 +106,11 @@ def _axes(layout: TorchLayout, is_part: bool) -> str:
         f"AXES = {tuple(layout.mesh.axis_names)!r}  # of the mesh",
         f"BATCH_AXES = {layout.names(layout.data_axes)!r}  # their ranks take rows of their own, all others the same",
     ]
-    return "\n".join(lines[is_part:])  # a pipeline's mesh has an axis more
+    lines = lines[is_part:]  # a pipeline's mesh has an axis more
+    if layout.dtypes and layout.shard_axes:
+        given = ", ".join(f"{name}=torch.{dtype}" for name, dtype in layout.dtypes.items())
+        lines.append(f"PRECISION = MixedPrecisionPolicy({given})")
+    return "\n".join(lines)
 
 
 def _imports(text: str) -> str:
@@ -255,13 +259,14 @@ def _split_batch(layout: TorchLayout, model: nn.Module, is_part: bool) -> str:
     where = "on the last axis of the mesh, whole on the first" if is_hybrid else "on the mesh"
     doc = f'    """Data parallelism with parameters, gradients and optimizer state in parts {where}."""'
     lines = [*head, doc, *sync]
+    policy = ", mp_policy=PRECISION" if layout.dtypes else ""
     freed = {name: name not in layout.kept for stack in layout.stacks for name in stack.names()}
     for stack, numbers, inside in by_block(freed, layout.stacks)[1]:
         lines += [
             f"    for block in {_blocks(stack, numbers, is_part)}:",
-            f"        fully_shard(block, mesh=mesh, reshard_after_forward={inside['']})",
+            f"        fully_shard(block, mesh=mesh, reshard_after_forward={inside['']}{policy})",
         ]
-    lines += [f"    fully_shard(model, mesh=mesh, reshard_after_forward={'' not in layout.kept})"]
+    lines += [f"    fully_shard(model, mesh=mesh, reshard_after_forward={'' not in layout.kept}{policy})"]
     return "\n".join([*lines, "    return model"])
 
 

@@ -22,7 +22,7 @@ from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere, parameter_elsewhere, take_out_of_optimizers
 from autopar.runtime.rank_agreement import from_first
-from autopar.sbp.convert import move
+from autopar.sbp.convert import is_float8, move
 from autopar.sbp.placement import I, Layout, S, format_layout
 from autopar.sbp.uneven.extents import extents_of_parts
 from autopar.torch_compat import root_of
@@ -352,3 +352,12 @@ def stored_layouts(module: nn.Module, graph: Graph, mesh: DeviceMesh) -> dict[st
     places = owners(module)
     tensors = {item.fqn: held(*places[item.fqn]) for item in stateful(graph)}
     return {fqn: format_layout(layout_of(x, fqn, mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)}
+
+
+def gathered(x: DTensor) -> torch.Tensor:
+    """All of `x`, on every rank of its mesh; of float8, which backends do not know, its bytes are gathered."""
+    if not is_float8(x.dtype):
+        return x.full_tensor()
+    raw = x.to_local().view(torch.uint8)
+    kept = DTensor.from_local(raw, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return kept.full_tensor().view(x.dtype)

@@ -38,9 +38,17 @@ def losses(model: Any, loss_of: Callable[[], torch.Tensor]) -> list[float]:
     return [float(x) for x in found]
 
 
-def one_device(name: str) -> list[float]:
+def one_device(name: str, dtype: str = "") -> list[float]:
+    """The losses on one device, which computes in `dtype` over the parameters."""
     case = build(name)
-    return losses(case.model, lambda: case.loss(case.model(*case.args, **case.kwargs)))
+
+    def output() -> Any:
+        if not dtype:
+            return case.model(*case.args, **case.kwargs)
+        cast = {fqn: p.to(getattr(torch, dtype)) for fqn, p in case.model.named_parameters()}
+        return torch.func.functional_call(case.model, cast, case.args, case.kwargs, tie_weights=True)
+
+    return losses(case.model, lambda: case.loss(output()))
 
 
 def rows_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
@@ -119,7 +127,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     for case in json.loads(Path(sys.argv[1]).read_text()):
         module = loaded(case["file"])
-        found = {"case": case["name"], "expected": one_device(case["model"])}
+        found = {
+            "case": case["name"],
+            "dtype": case.get("dtype", ""),
+            "expected": one_device(case["model"], case.get("dtype", "")),
+        }
         try:
             if hasattr(module, "distributed_config"):
                 found["found"] = by_transformers(case["model"], module, Path(case["file"]).with_suffix(""))

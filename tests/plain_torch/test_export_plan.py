@@ -2,6 +2,7 @@
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.cli import main
+from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
@@ -176,3 +178,23 @@ def test_the_command(tmp_path: Path, capsys: Any):
     assert main([*args, "--cluster", "cpu", "--out", f"{tmp_path}/none/plain.py"]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert parse_mesh("dp=2,tp=2") == MESH
+
+
+@pytest.mark.parametrize(("plan", "mesh"), [("ddp", "dp=4"), ("megatron", "tp=4")])
+def test_whole_parameters_are_not_cast_by_torch(plan: str, mesh: str) -> None:
+    """The file splits them instead, and says why."""
+    case, request = build("llama"), replace(ANYTHING, training=Training(param_dtype="bfloat16"))
+    found = named_plan(plan, case.model, traced("llama"), parse_mesh(mesh), CPU, request)
+    made = export_torch(found, case.model, case.args, case.kwargs)
+    assert any("of torch only fully_shard casts them" in remark for remark in made.remarks)
+    assert "mp_policy=PRECISION" in made.text
+
+
+def test_a_policy_is_priced_as_the_plan_computes() -> None:
+    case, training = build("llama"), Training(param_dtype="bfloat16", reduce_dtype="float32")
+    found = named_plan(
+        "zero3", case.model, traced("llama"), Mesh((4,), ("dp",)), CPU, replace(ANYTHING, training=training)
+    )
+    made = export_torch(found, case.model, case.args, case.kwargs)
+    assert "PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)" in made.text
+    assert made.priced.training == training and not any("param_dtype" in remark for remark in made.remarks)

@@ -6,18 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from torch import nn
 
+from autopar.costmodel.training import PARAM_DTYPES, Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
+from autopar.ir.precision.mixed_precision import traced_in
 from autopar.ir.trace import trace
 from autopar.ir.trace_with_loss import trace_loss
 from autopar.mesh import Mesh, parse_mesh
-from autopar.plain_torch.export_plan import export
+from autopar.plain_torch.export_plan import AnyPlan, export
 from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages
@@ -96,31 +100,58 @@ MANY_OF_TRANSFORMERS = tuple(
 )
 
 
+# Plans that compute in bfloat16.
+IN_BFLOAT16 = (
+    ("llama", "dp=4", "zero3", "bfloat16"),
+    ("llama", "dp=2,tp=2", "megatron:dp=2,tp=2,zero2", "bfloat16"),
+    ("gpt2", "dp=4", "zero2", "bfloat16"),
+    ("llama", "pp=2,dp=2", "zero3,pp=2", "1f1b", 2, "bfloat16"),
+)
+ROUNDED = {"": 2e-6, "bfloat16": 2e-3}  # relative distance of losses
+
+
 @functools.cache
-def traced(name: str) -> Graph:
+def traced(name: str, dtype: str = "") -> Graph:
     case = build(name)
-    return trace(skeleton(case.model), case.args, case.kwargs)
+
+    def how(model: nn.Module, loss_fn: None, args: tuple, kwargs: dict[str, Any]) -> Graph:
+        return trace(model, args, kwargs)
+
+    return traced_in(PARAM_DTYPES.get(dtype), how, skeleton(case.model), None, case.args, case.kwargs)
 
 
-def in_stages(name: str, mesh: Mesh, plan: str, schedule: str, num: int) -> StagedPlan:
-    case, request = build(name), PlanRequest(num_microbatches=num, schedule=schedule)
+def in_stages(name: str, mesh: Mesh, plan: str, schedule: str, num: int, dtype: str = "") -> StagedPlan:
+    case, request = build(name), PlanRequest(num_microbatches=num, schedule=schedule, training=training_in(dtype))
     if not case.loss.__closure__:
-        return hand_plan_in_stages(plan, traced(name), mesh, CPU, request)
+        return hand_plan_in_stages(plan, traced(name, dtype), mesh, CPU, request)
     labels = case.loss.__closure__[0].cell_contents
     graph = trace_loss(skeleton(case.model), F.cross_entropy, (*case.args, labels), case.kwargs)
     return hand_plan_in_stages(plan, graph, mesh, CPU, request)
 
 
+def training_in(dtype: str) -> Training:
+    return Training(param_dtype=dtype, reduce_dtype="float32") if dtype else Training()
+
+
 def exported(name: str, mesh: Mesh, plan: str, path: Path, *schedule: Any) -> dict[str, Any]:
     case = build(name)
     to = "hf" if schedule == ("hf",) else "torch"
-    if schedule and to == "torch":
-        found = in_stages(name, mesh, plan, *schedule)
+    dtype = schedule[-1] if schedule and schedule[-1] in PARAM_DTYPES else ""
+    if len(schedule) > 1:
+        found: AnyPlan = in_stages(name, mesh, plan, *schedule)
     else:
-        found = named_plan(plan, case.model, traced(name), mesh, CPU, ANYTHING)
+        request = replace(ANYTHING, training=training_in(dtype))
+        found = named_plan(plan, case.model, traced(name, dtype), mesh, CPU, request)
     made = export(found, case.model, path, case.args, case.kwargs, to=to)
     case_name = f"{name} {mesh} {plan} {schedule}"
-    return {"name": case_name, "file": str(path), "model": name, "shape": mesh.shape, "summary": made.summary}
+    return {
+        "name": case_name,
+        "file": str(path),
+        "model": name,
+        "shape": mesh.shape,
+        "summary": made.summary,
+        "dtype": dtype,
+    }
 
 
 def run(cases: list[dict[str, Any]], folder: Path, num_ranks: int) -> list[dict[str, Any]]:
@@ -146,7 +177,7 @@ def check(cases: Sequence[tuple[Any, ...]], folder: Path, num_ranks: int = 4) ->
         one
         for one in found
         if "error" in one
-        or max(abs(a - b) / abs(b) for a, b in zip(one["found"], one["expected"], strict=True)) > 2e-6
+        or max(abs(a - b) / abs(b) for a, b in zip(one["found"], one["expected"], strict=True)) > ROUNDED[one["dtype"]]
         or one["expected"][0] == one["expected"][-1]
     ]
     assert not wrong, "\n".join(map(str, wrong))
@@ -155,6 +186,12 @@ def check(cases: Sequence[tuple[Any, ...]], folder: Path, num_ranks: int = 4) ->
 @pytest.mark.multirank
 def test_files_train_as_one_device_without_autopar(tmp_path):
     check(FEW, tmp_path)
+
+
+@pytest.mark.multirank
+def test_files_compute_in_bfloat16_as_one_device_does(tmp_path):
+    check(IN_BFLOAT16, tmp_path)
+    assert "mp_policy=PRECISION" in (tmp_path / "case_0.py").read_text()
 
 
 @pytest.mark.multirank

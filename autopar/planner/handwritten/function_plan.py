@@ -86,8 +86,17 @@ def function_plan(
     return WrittenPlan(
         replace(plan, found_by=f"hand plan {name}"),
         rows,
-        (*written.remarks, *_differing(graph, stored, plan.assignment)),
+        (*written.remarks, *_computed(request, written), *_differing(graph, stored, plan.assignment)),
     )
+
+
+def _computed(request: PlanRequest, written: WrittenLayouts) -> Iterator[str]:
+    own = request.training.param_dtype
+    if written.param_dtype != own:
+        yield (
+            f"It computes in {written.param_dtype or 'the dtype of the parameters'}, priced in {own or 'theirs'}: the"
+            f" policy's param_dtype is priced with --param-dtype {written.param_dtype or '(none)'}."
+        )
 
 
 def weight_uses(graph: Graph) -> dict[str, WeightUse]:

@@ -62,6 +62,7 @@ class WrittenLayouts:
     on_host: frozenset[str]
     checkpointed: tuple[str, ...]
     reduce_dtype: str
+    param_dtype: str
     remarks: tuple[str, ...]
 
 
@@ -127,7 +128,8 @@ class _Reader:
             frozenset(name for group, again in self._with_names() if again for name in group),
             frozenset(name for group in self.groups if _offloads(group) for name in self._names(group)),
             tuple(clean(f"{n}.")[:-1] for n, m in self.model.named_modules() if _is_checkpointed(m)),
-            self._reduce_dtype(),
+            self._dtype("reduce_dtype", "sums gradients"),
+            self._dtype("param_dtype", "computes"),
             tuple(self._remarks(mixed)),
         )
 
@@ -265,10 +267,11 @@ class _Reader:
                 f" gradients over {axes}; call fully_shard of the whole model last"
             )
 
-    def _reduce_dtype(self) -> str:
-        dtypes = {group.mp_policy.reduce_dtype for group in self.groups}
+    def _dtype(self, name: str, what: str) -> str:
+        """The dtype that the policies of all groups have as `name`; "" for none."""
+        dtypes = {getattr(group.mp_policy, name) for group in self.groups}
         if len(dtypes) > 1:
-            raise PlanError(f"{self.place} sums gradients in several dtypes, {dtypes}: give all groups one")
+            raise PlanError(f"{self.place} {what} in several dtypes, {dtypes}: give all groups one")
         (dtype,) = dtypes or {None}
         return str(dtype).removeprefix("torch.") if dtype is not None else ""
 
@@ -278,12 +281,6 @@ class _Reader:
         wrapped = (module for module in self.model.modules() if isinstance(module, CheckpointWrapper))
         if any("context_fn" in getattr(module.checkpoint_fn, "keywords", {}) for module in wrapped):
             yield "Selective activation checkpointing is priced as if all activations were computed again."
-        dtypes = {group.mp_policy.param_dtype for group in self.groups} - {None}
-        if dtypes:
-            yield (
-                f"param_dtype {', '.join(map(str, dtypes))} is not priced: give autopar a model of that dtype to price"
-                " its products and gathers."
-            )
         frozen = [n for n, facts in self.before.items() if facts.is_trained and not self.parameters[n].requires_grad]
         if frozen:
             yield f"{len(frozen)} parameters, {frozen[0]} first, are frozen here, priced as trained; freeze them first."

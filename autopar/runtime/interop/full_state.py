@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RankMismatch
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.lone_call import next_gathering
-from autopar.runtime.dtensor_state import whole_state
+from autopar.runtime.dtensor_state import gathered, whole_state
 from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
 from autopar.runtime.rank_agreement import is_first, meet, on_every_rank
 
@@ -52,7 +52,7 @@ def _whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
 
 def plain_copy(x: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor | None:
     """All of `x` on the CPU, in memory of its own; None where it is not kept. All ranks of its mesh take part."""
-    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    whole = gathered(x) if isinstance(x, DTensor) else x
     if not is_kept:
         return None
     return whole.detach().clone() if whole.device.type == "cpu" else whole.detach().cpu()

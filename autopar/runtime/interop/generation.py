@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.dtensor_state import gathered
 from autopar.runtime.interop.full_state import all_called
 from autopar.runtime.interop.stand_ins import own_parameters
 from autopar.runtime.module_runtime import Runtime
@@ -66,5 +67,5 @@ class _CalledWhole(nn.Module):
                 return part(*args, **kwargs)
         all_called(runtime, "get_encoder()(...) or model.generate")
         held = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-        tensors = {fqn: x.full_tensor() if isinstance(x, DTensor) else x for fqn, x in held.items()}
+        tensors = {fqn: gathered(x) if isinstance(x, DTensor) else x for fqn, x in held.items()}
         return torch.func.functional_call(part, tensors, args, kwargs)
