@@ -66,6 +66,7 @@ STEPS = table(
         "upper quartile",
         "waits for cores left out, ratio",
         "thread's CPU, ratio",
+        "saves that took more than five steps",
     ),
     ("saves beside steps, 1 rank", "saves beside steps, 2 ranks", "logical ranks beside DDP, 4 ranks"),
 )
@@ -176,7 +177,8 @@ def steps(what: str, num_ranks: int) -> Row:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    seconds = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("seconds "))[8:])
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(("seconds ", "late ")))
+    seconds = json.loads(told["seconds"])
     (walls, of_cpu, waited), (walls_with, of_cpu_with, waited_with) = (
         zip(*seconds[way]) for way in ("without", "with")
     )
@@ -191,6 +193,7 @@ def steps(what: str, num_ranks: int) -> Row:
         "upper quartile": high,
         "waits for cores left out, ratio": median(b / a for a, b in zip(own, own_with)),
         "thread's CPU, ratio": median(b / a for a, b in zip(of_cpu, of_cpu_with)),
+        "saves that took more than five steps": told.get("late", "-"),
     }
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 import autopar.elastic
+from autopar.elastic.checkpoints import path_of
 from bench.models import GPT
 
 SEQUENCE, ROWS = 128, 4  # of a rank
@@ -60,6 +61,7 @@ def saves(num_ranks: int) -> dict[str, list[Seconds]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     found: dict[str, list[Seconds]] = {"without": [], "with": []}
+    num_late = 0  # saves that are not done when the turn without one begins
     ways = [(way, save_every) for _ in range(SAVED_TURNS + 1) for way, save_every in zip(found, (10**6, SAVE_EVERY))]
     with tempfile.TemporaryDirectory() as name, autopar.elastic.Run(_shared(Path(name)), save_every=SAVE_EVERY) as run:
         start_s = now()
@@ -68,6 +70,8 @@ def saves(num_ranks: int) -> dict[str, list[Seconds]]:
             turn, place = divmod(step - SAVE_EVERY // 2, SAVE_EVERY)
             if place == 0 and turn > 0:
                 found[ways[turn - 1][0]].append(since(start_s, now()))
+                saved = path_of(run.folder, step - SAVE_EVERY // 2)
+                num_late += ways[turn - 1][0] == "with" and not saved.exists()
             if place == 0 and turn < len(ways):
                 run.save_every = ways[turn][1]
                 start_s = now()
@@ -75,6 +79,8 @@ def saves(num_ranks: int) -> dict[str, list[Seconds]]:
             optimizer.step()
             optimizer.zero_grad()
         dist.barrier()
+    if dist.get_rank() == 0:
+        print("late", num_late, flush=True)
     return {way: seconds[1:] for way, seconds in found.items()}  # the first turns warm up, and lay the files out
 
 
