@@ -82,6 +82,9 @@ class Replanned:
         return self.after if self.closest is None or self.weighed.is_worth(num_steps) else self.closest
 
 
+Closest = tuple[AnyPlan | None, str]
+
+
 def request_like(plan: AnyPlan) -> PlanRequest:
     """The planning options with which `plan` was made, as far as a plan for other devices shares them."""
     training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
@@ -95,19 +98,20 @@ def replanned(
     request: PlanRequest,
     lost: Collection[int] = (),
     read_rate: float | None = None,
+    closest_to: Callable[[], Closest | None] = lambda: None,
 ) -> Replanned:
     """`before` beside a plan for `mesh`, made by `planner`, and the closest to it there.
 
     lost: ranks that are gone. read_rate: bytes of a checkpoint that all devices together read in a second; None: it is
-    not known, and no time. InfeasibleError with the fewest devices that were found to hold the model if these do
-    not; AutoparError for a rank that there is not.
+    not known, and no time. closest_to: asked for what `closest_plan` found elsewhere; None: it is found here.
+    InfeasibleError with the fewest devices that were found to hold the model if these do not; AutoparError for a rank
+    that there is not.
     """
-    mesh = stages_first(mesh)
     try:
-        after = planner(mesh, request)
+        after = planner(stages_first(mesh), request)
     except InfeasibleError as error:
-        raise InfeasibleError(f"{error}; {_what_fits(before, mesh, planner, request)}") from error
-    closest, why_none = _closest(before, mesh, planner, request)
+        raise InfeasibleError(f"{error}; {_what_fits(before, stages_first(mesh), planner, request)}") from error
+    closest, why_none = closest_to() or closest_plan(before, mesh, planner, request)
     kept = _successor(before, closest, lost, read_rate) if closest else None
     names = (f"before, {before.mesh}", f"after, {after.mesh}")
     made = _successor(before, after, lost, read_rate)
@@ -119,13 +123,11 @@ def _successor(before: AnyPlan, plan: AnyPlan, lost: Collection[int], read_rate:
     return Successor(plan, state, state.total.read / read_rate if read_rate else 0.0)
 
 
-def _closest(
-    before: AnyPlan, mesh: Mesh | Devices, planner: Planner, request: PlanRequest
-) -> tuple[AnyPlan | None, str]:
+def closest_plan(before: AnyPlan, mesh: Mesh | Devices, planner: Planner, request: PlanRequest) -> Closest:
     """(the plan on the axes of `before`, one of another size, with the layouts stored as there; why there is none)."""
     reasons = []
     kept = _kept_request(before, request)
-    for there in _similar_meshes(before.mesh, mesh):
+    for there in _similar_meshes(before.mesh, stages_first(mesh)):
         try:
             return planner(there, kept), ""
         except (AutoparError, ValueError) as error:

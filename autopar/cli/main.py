@@ -30,6 +30,7 @@ from autopar.costmodel.memory import SPARE_MEMORY
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.graph import Graph
+from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import graph_of, load_target
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        with rarely_collected():
+            return options.run(options)
     except (AutoparError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,11 +2,22 @@
 
 import argparse
 import json
+import os
+import pickle
 import re
+import select
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
 
+from autopar.answers.replan import Closest
 from autopar.answers.replan_text import format_replanned, replanned_json
 from autopar.cli.diff_command import read_plan
-from autopar.elastic.replan_plan import replan
+from autopar.elastic.replan_plan import BEGUN, quiet_pickles, replan
 from autopar.errors import AutoparError
 from autopar.planner.status import status
 
@@ -41,16 +52,64 @@ def add_replan(parser: argparse.ArgumentParser) -> None:
 
 def _replan(options: argparse.Namespace) -> int:
     lost = parse_ranks(options.lost)
-    with status() as tell:
+    with status() as tell, ClosestBeside() as beside:
         tell("trace")
         before = read_plan(options.plan, options.model)
+        beside.begin(before, options.mesh, options.cluster, options.time_limit)
         rate = None if options.read_rate is None else 1e9 * options.read_rate
         place = {"lost": lost, "cluster": options.cluster, "time_limit_s": options.time_limit}
-        found = replan(before, options.mesh, **place, read_rate=rate, progress=tell)
+        found = replan(before, options.mesh, **place, read_rate=rate, progress=tell, closest_to=beside.answer)
     if options.save:
         found.after.plan.save(options.save)
     print(json.dumps(replanned_json(found), indent=1) if options.json else format_replanned(found))
     return 0
+
+
+class ClosestBeside:
+    """A context: a process that makes the plan that keeps the layouts while this one makes the other.
+
+    It imports what it needs while this one reads the plan. Without a second core there is none.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Self:
+        if (os.cpu_count() or 1) > 1:
+            root = str(Path(__file__).parents[2])
+            paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            command = [sys.executable, "-m", "autopar.elastic.replan_plan"]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, **pipes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def begin(self, *task: Any) -> None:
+        """Have it call `closest(*task)` as soon as it can."""
+        if self.process is not None:
+            threading.Thread(target=_send, args=(self.process.stdin, pickle.dumps(task)), daemon=True).start()
+
+    def answer(self) -> Closest | None:
+        """The result; None if the process has not begun by now, or has failed."""
+        if self.process is None or self.process.stdout is None:
+            return None
+        stdout = self.process.stdout
+        if not select.select([stdout], [], [], 0)[0] or stdout.read(len(BEGUN)) != BEGUN:
+            return None
+        with suppress(EOFError), quiet_pickles():
+            return pickle.load(stdout)
+        return None
+
+
+def _send(pipe: IO[bytes], content: bytes) -> None:
+    with suppress(BrokenPipeError), pipe:
+        pipe.write(content)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from functools import cache
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from autopar.answers.moved_state import moved_state
 from autopar.answers.replan import Replanned, Successor, replanned, request_like
 from autopar.answers.replan_text import format_replanned
 from autopar.cli import main
-from autopar.cli.replan_command import parse_ranks
+from autopar.cli.replan_command import ClosestBeside, parse_ranks
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.elastic import replan
+from autopar.elastic.replan_plan import closest
 from autopar.errors import AutoparError, InfeasibleError, MeshError
 from autopar.mesh import Devices, as_mesh
 from autopar.planner.choose import choose_plan
@@ -110,6 +112,21 @@ def test_the_command_reads_a_plan_and_refuses_another_model_and_another_format(t
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": FORMAT + 1}))
     assert main(["replan", str(file), "--model", f"{target}:build", "--mesh", "3"]) == 2
     assert f"the plan has format {FORMAT + 1}, this autopar reads {FORMAT}" in capsys.readouterr().err
+
+
+def test_the_plan_that_keeps_the_layouts_is_made_by_another_process_once_it_has_begun():
+    before, began = plan("dp=2,tp=4"), time.monotonic()
+    with ClosestBeside() as beside:
+        assert beside.answer() is None  # it has not begun
+        beside.begin(before, 6, None, 30.0)
+        while (found := beside.answer()) is None:
+            assert time.monotonic() < began + 100
+    made, why_none = closest(before, 6, None, 30.0)
+    assert found[1] == why_none == "" and found[0].dumps() == made.dumps()
+    with ClosestBeside() as beside:
+        beside.begin("no plan", 6, None, 30.0)
+        beside.process.wait(100)
+        assert beside.answer() is None
 
 
 def test_no_plan_keeps_the_layouts_where_no_mesh_has_the_axes():
