@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,7 +132,10 @@ def checked(settings: Settings, work: Workload, mesh: DeviceMesh) -> Row:
     differences = {what: difference(found[what], truth[what])[0] for what in TOLERANCES}
     is_close = all(differences[what] <= TOLERANCES[what] for what in TOLERANCES)
     counted = {"issued": len(issued), "planned": len(planned), "as_planned": Counter(issued) == Counter(planned)}
-    peaks = {"predicted_bytes": rank_peaks(model.plan)[0], "measured_bytes": _peak(model, optimizers[1], args)}
+    peaks = {
+        "predicted_bytes": rank_peaks(model.plan)[0],
+        "measured_bytes": peak_bytes(partial(model, *args), model, optimizers[1], args),
+    }
     times = {"one": _times(alone, optimizers[0], args, settings), "ours": _times(model, optimizers[1], args, settings)}
     return {"differences": differences, "is_close": is_close, **counted, **peaks, "times": times}
 
@@ -156,11 +160,16 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, args: tuple[torch.
     return _finish(model, optimizer, *_forward_and_backward(model, args))
 
 
-def _peak(model: nn.Module, optimizer: torch.optim.Optimizer, args: tuple[torch.Tensor, ...]) -> int:
-    """Bytes that a step has allocated at most, of what belongs to this model."""
+def peak_bytes(
+    forward: Callable[[], torch.Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    args: Iterable[torch.Tensor],
+) -> int:
+    """Bytes that a step has allocated at most, of what belongs to this model: its state, `args`, and what is made."""
 
     def step() -> None:
-        model(*args).backward()
+        forward().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -168,7 +177,7 @@ def _peak(model: nn.Module, optimizer: torch.optim.Optimizer, args: tuple[torch.
     own = [*model.parameters(), *model.buffers()]
     own += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     held = [x.to_local() if hasattr(x, "to_local") else x for x in (*own, *args)]
-    if args[0].device.type != "cuda":
+    if own[0].device.type != "cuda":
         with count_storages([x.detach() for x in held]) as storages:
             step()
         return storages.peak_bytes
@@ -186,25 +195,25 @@ def _times(
     calls: dict[str, Callable[..., torch.Tensor]] = {"eager": model}
     if settings.compiles:
         calls["compiled"] = torch.compile(model)
-    return {how: _phases(call, optimizer, args, settings) for how, call in calls.items()}
+    return {
+        how: phases_s(partial(call, *args), optimizer, settings.device, settings.rounds) for how, call in calls.items()
+    }
 
 
-def _phases(
-    call: Callable[..., torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    args: tuple[torch.Tensor, ...],
-    settings: Settings,
+def phases_s(
+    forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, device: str, rounds: int
 ) -> dict[str, float]:
+    """Seconds of each of `PHASES` of a step, the medians of `rounds`; `forward` returns the loss."""
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for number in range(settings.rounds + 2):
-        clock = [_now_s(settings.device)]
-        loss = call(*args)
-        clock.append(_now_s(settings.device))
+    for number in range(rounds + 2):
+        clock = [_now_s(device)]
+        loss = forward()
+        clock.append(_now_s(device))
         loss.backward()
-        clock.append(_now_s(settings.device))
+        clock.append(_now_s(device))
         optimizer.step()
         optimizer.zero_grad()
-        clock.append(_now_s(settings.device))
+        clock.append(_now_s(device))
         for phase, start, end in zip(PHASES, clock, clock[1:]):
             found[phase] += [end - start] if number >= 2 else []  # the first two warm up
     return {phase: median(times) for phase, times in found.items()}

@@ -22,7 +22,7 @@ from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import update_time
-from autopar.costmodel.roofline import least_reuse, op_flops, shapes_time
+from autopar.costmodel.roofline import is_aligned, least_reuse, op_flops, shapes_time
 from autopar.costmodel.stage_transfer import transfer
 from autopar.ir.graph import Op
 from autopar.ir.op_facts import family
@@ -67,6 +67,7 @@ def fit_cluster(measured: Measured, name: str, device_type: str, backend: str, l
     ranks = slowest_of(measured)
     bare = replace(_bare(name, device_type, ranks), algorithms=_ALGORITHMS_OF.get(backend, ALGORITHMS))
     devices = replace(bare, product_shares=_product_shares(ranks, bare), memory_shares=_memory_shares(ranks, bare))
+    devices = replace(devices, unaligned_shares=_unaligned_shares(ranks, devices))
     updates = _update_line(ranks.updates)
     share = 1 / (updates.beta_s_per_byte * bare.memory_bandwidth_bytes_per_s)
     shares = (*devices.memory_shares, MemoryShare("update", share))
@@ -93,6 +94,8 @@ def _bare(name: str, device_type: str, ranks: OnRank) -> Cluster:
     bandwidth = median(_formula(timed.op, start)[0] / _rest(timed.forward_s, kernel_s) for timed in adds)
     start = replace(start, memory_bandwidth_bytes_per_s=bandwidth, host_bandwidth_bytes_per_s=ranks.copy_bytes_per_s)
     rates = {dtype: _rate(timed, start) for dtype, timed in ranks.products.items()}
+    if ranks.float8_flops_per_s:
+        rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), ranks.float8_flops_per_s)
     return replace(start, flops_per_s=rates)
 
 
@@ -131,7 +134,7 @@ def _reuse(op: Op) -> float:
 
 def _rate(timed: Sequence[OpTime], cluster: Cluster) -> float:
     """Flop/s of the products of matrices with the largest smallest dim."""
-    plain = [each for each in timed if family(each.op.target) == "aten.linear"]
+    plain = [each for each in timed if family(each.op.target) == "aten.linear" and _has_whole_rows(each.op)]
     largest = max(_reuse(each.op) for each in plain)
     at_one = replace(cluster, flops_per_s={"float32": 1.0})
     return median(
@@ -140,26 +143,49 @@ def _rate(timed: Sequence[OpTime], cluster: Cluster) -> float:
 
 
 def _product_shares(ranks: OnRank, bare: Cluster) -> tuple[ProductShare, ...]:
-    shares: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    shares: dict[tuple[str, str, float], list[tuple[float, float]]] = defaultdict(list)
+    no_bytes = replace(bare, memory_bandwidth_bytes_per_s=1e30)
     for dtype, products in ranks.products.items():
-        for timed in products:
+        for timed in filter(lambda each: _has_whole_rows(each.op), products):
             kind = family(timed.op.target)
-            share = _product_formula(timed, bare) / _product_s(timed, bare)
-            shares["" if kind == "aten.linear" else kind, dtype, _reuse(timed.op)].append(share)
-    return tuple(ProductShare(median(of), reuse, dtype, op) for (op, dtype, reuse), of in sorted(shares.items()))
+            measured_s = zip((timed.forward_s, timed.backward_s), _kernels(timed.op, bare))
+            rest_s = [_rest(seconds, kernels_s) for seconds, kernels_s in measured_s]
+            forward, backward = (by_flops / by_time for by_flops, by_time in zip(_formula(timed.op, no_bytes), rest_s))
+            shares["" if kind == "aten.linear" else kind, dtype, _reuse(timed.op)].append((forward, backward))
+    return tuple(
+        ProductShare(median(x for x, _ in of), reuse, dtype, op, median(x for _, x in of))
+        for (op, dtype, reuse), of in sorted(shares.items())
+    )
+
+
+def _unaligned_shares(ranks: OnRank, devices: Cluster) -> dict[str, float]:
+    """Of each dtype the time of a product if its rows were whole units of 16 bytes over its time."""
+    return {
+        dtype: min(1.0, median(_product_formula(timed, devices) / _product_s(timed, devices) for timed in odd))
+        for dtype, products in ranks.products.items()
+        if (odd := [timed for timed in products if not _has_whole_rows(timed.op)])
+    }
+
+
+def _has_whole_rows(op: Op) -> bool:
+    return is_aligned(op, tuple(value.shape for value in op.inputs), tuple(value.shape for value in op.outputs))
 
 
 def _memory_shares(ranks: OnRank, bare: Cluster) -> tuple[MemoryShare, ...]:
-    by_op: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """Shares by op, and by dtype where several were timed: those of the last are of all dtypes without rows."""
+    by_op: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    usual_dtype = ranks.memory_bound[-1].op.inputs[0].dtype
     for timed in ranks.memory_bound:
         forward_s, backward_s = _formula(timed.op, bare)
         forward_k, backward_k = _kernels(timed.op, bare)
         forward = forward_s / _rest(timed.forward_s, forward_k)
         backward = backward_s / _rest(timed.backward_s, backward_k) if timed.backward_s else 1.0
-        by_op[family(timed.op.target)].append((forward, backward))
+        dtype = timed.op.outputs[0].dtype
+        name = "" if dtype == usual_dtype else str(dtype).removeprefix("torch.")
+        by_op[family(timed.op.target), name].append((forward, backward))
     rows = [
-        MemoryShare(op, median(forward for forward, _ in of), median(backward for _, backward in of))
-        for op, of in by_op.items()
+        MemoryShare(op, median(forward for forward, _ in of), median(backward for _, backward in of), dtype)
+        for (op, dtype), of in by_op.items()
     ]
     usual = MemoryShare("", median(row.forward for row in rows), median(row.backward for row in rows))
     return (usual, *rows)

@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.calibrate.call_time import call_s
 from autopar.calibrate.link_levels import host_id, level_sizes, ranks_per_host, strides
-from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products, time_op, time_updates
+from autopar.calibrate.probe_ops import (
+    OpTime,
+    UpdateTime,
+    float8_flops_per_s,
+    memory_bound,
+    of_rows,
+    products,
+    time_op,
+    time_updates,
+)
 from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups, TimedLinks
 
 Tell = Callable[[str], None]
@@ -21,6 +30,7 @@ _COPIED_BYTES = 64 * _MIB
 _STEP_BYTES = _MIB  # of the sends that show where bandwidth steps
 _STEP_ROUNDS = 5
 _SHORT_S = 0.1  # of an all-reduce
+_MEMORY_DTYPES = (torch.float32, torch.bfloat16)  # the second on GPUs alone
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -45,6 +55,7 @@ class OnRank:
     """The timings of one rank's device, made while all ranks make theirs.
 
     `products`: by dtype name. `tiny`: ops on next to nothing. `copy_bytes_per_s`: to the host's memory, one way.
+    `float8_flops_per_s`: 0 of a device without such products.
     """
 
     products: dict[str, tuple[OpTime, ...]]
@@ -53,6 +64,7 @@ class OnRank:
     updates: tuple[UpdateTime, ...]
     copy_bytes_per_s: float
     memory_bytes: int
+    float8_flops_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,20 +104,24 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
 
 def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
     """The timings of this rank's device; `num_sharing` ranks share the host's memory."""
-    by_dtype = {}
+    by_dtype, in_memory = {}, list[OpTime]()
     for dtype in _dtypes(device, is_quick=effort.is_quick):
         tell(f"products of {dtype}")
         timed = (time_op(op, device, effort.op_s) for op in products(device, dtype, is_quick=effort.is_quick))
         by_dtype[str(dtype).removeprefix("torch.")] = tuple(timed)
-    tell("memory bandwidth")
-    in_memory = tuple(time_op(op, device, effort.op_s) for op in memory_bound(device, is_quick=effort.is_quick))
+    for dtype in _MEMORY_DTYPES[: 1 + (device.type != "cpu")]:
+        tell(f"memory bandwidth of {dtype}")
+        ops = memory_bound(device, dtype, is_quick=effort.is_quick)
+        in_memory += [time_op(op, device, effort.op_s) for op in ops]
     tell("cost of a kernel, updates, copies")
     tiny = tuple(time_op(op, device, effort.op_s / 2) for op in of_rows(2))
     updates = tuple(time_updates(mesh, device, effort.op_s))
     copied = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     copy_s = call_s(lambda: there.copy_(copied, non_blocking=True), device, effort.op_s)
-    return OnRank(by_dtype, in_memory, tiny, updates, _COPIED_BYTES / copy_s, _memory_bytes(device, num_sharing))
+    to_host, memory_bytes = _COPIED_BYTES / copy_s, _memory_bytes(device, num_sharing)
+    float8 = float8_flops_per_s(device, effort.op_s)
+    return OnRank(by_dtype, tuple(in_memory), tiny, updates, to_host, memory_bytes, float8)
 
 
 def measure_links(

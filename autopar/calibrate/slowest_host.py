@@ -26,6 +26,7 @@ def slowest_of(measured: Measured) -> OnRank:
         tuple(max(same, key=lambda update: update.seconds) for same in updates),
         min(rank.copy_bytes_per_s for rank in each),
         min(rank.memory_bytes for rank in each),
+        min(rank.float8_flops_per_s for rank in each),
     )
 
 
@@ -38,6 +39,7 @@ def _median_of(ranks: Sequence[OnRank]) -> OnRank:
         tuple(replace(same[0], seconds=median(update.seconds for update in same)) for same in updates),
         median(rank.copy_bytes_per_s for rank in ranks),
         min(rank.memory_bytes for rank in ranks),
+        median(rank.float8_flops_per_s for rank in ranks),
     )
 
 

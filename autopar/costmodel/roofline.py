@@ -184,16 +184,21 @@ def _fused(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[f
 
 
 def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
-    flops = op_flops(op, inputs, outputs)
-    flops_s = again_s = flops / cluster.peak_flops_per_s(_rate_dtype(op)) if flops else 0.0
+    flops, rate_dtype = op_flops(op, inputs, outputs), _rate_dtype(op)
+    flops_s = again_s = flops / cluster.peak_flops_per_s(rate_dtype) if flops else 0.0
+    dtype = str(rate_dtype).removeprefix("torch.")
     if flops_s and cluster.product_shares:
-        forward, backward = _product_share(op, inputs, outputs, flops, cluster)
+        reuse = least_reuse(inputs, outputs, flops)
+        forward, backward = product_share(cluster.product_shares, family(op.target), dtype, reuse)
         flops_s, again_s = flops_s / forward, again_s / backward
+    if flops_s and dtype in cluster.unaligned_shares and not is_aligned(op, inputs, outputs):
+        share = cluster.unaligned_shares[dtype]
+        flops_s, again_s = flops_s / share, again_s / share
     bytes_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
     forward_s = backward_s = bytes_s
     if bytes_s and cluster.memory_shares:
-        share = memory_share(cluster.memory_shares, family(op.target))
-        forward_s, backward_s = bytes_s / share.forward, bytes_s / share.backward
+        row = memory_share(cluster.memory_shares, family(op.target), str(op.outputs[0].dtype).removeprefix("torch."))
+        forward_s, backward_s = bytes_s / row.forward, bytes_s / row.backward
     products = _backward_products(op, inputs) if flops_s else 1.0
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     is_view = not flops_s and not bytes_s
@@ -210,10 +215,16 @@ def _rate_dtype(op: Op) -> torch.dtype:
     return op.outputs[0].dtype if product is None else product.operands(op)[0].dtype
 
 
-def _product_share(op: Op, inputs: Shapes, outputs: Shapes, flops: float, cluster: Cluster) -> tuple[float, float]:
-    dtype = str(_rate_dtype(op)).removeprefix("torch.")
-    reuse = least_reuse(inputs, outputs, flops)
-    return product_share(cluster.product_shares, family(op.target), dtype, reuse)
+_ALIGNMENT_BYTES = 16
+
+
+def is_aligned(op: Op, inputs: Shapes, outputs: Shapes) -> bool:
+    """Whether rows of all matrices of a product are whole units of `_ALIGNMENT_BYTES`; true of other products."""
+    product = facts_of(op.target).product
+    if product is None or not product.is_of_matrices:
+        return True
+    tensors = [*zip(inputs, op.inputs), *zip(outputs[:1], op.outputs)]
+    return not any(len(shape) > 1 and shape[-1] * value.dtype.itemsize % _ALIGNMENT_BYTES for shape, value in tensors)
 
 
 def least_reuse(inputs: Shapes, outputs: Shapes, flops: float) -> float:

@@ -58,6 +58,11 @@ class Product:
     bias: int = -1
     weight: str = ""
 
+    @property
+    def is_of_matrices(self) -> bool:
+        """Whether it is one product of matrices, or a batch of them, whose rows are the last dims of its tensors."""
+        return self.flops in (_matmul, _addmm)
+
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:

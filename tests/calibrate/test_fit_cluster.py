@@ -16,7 +16,7 @@ from autopar.calibrate.measure import FULL, QUICK, Measured, OnRank, measure_lin
 from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products
 from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
-from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare
+from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare, memory_share, product_share
 from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.roofline import shapes_time
 from autopar.errors import AutoparError
@@ -47,13 +47,14 @@ def timed(ops: Iterator, cluster: Cluster) -> tuple[OpTime, ...]:
     )
 
 
-def on_rank(cluster: Cluster) -> OnRank:
+def on_rank(cluster: Cluster, device: torch.device = CPU) -> OnRank:
     by_dtype = {
-        str(dtype).removeprefix("torch."): timed(products(CPU, dtype, is_quick=False), cluster)
+        str(dtype).removeprefix("torch."): timed(products(device, dtype, is_quick=False), cluster)
         for dtype in (torch.float32, torch.bfloat16)
     }
     updates = tuple(UpdateTime(8, size, 8 * (2e-4 + 7 * size / 4e9)) for size in (256, 2**18, 2**22))
-    in_memory = timed(memory_bound(CPU, is_quick=False), cluster)
+    dtypes = (torch.float32, torch.bfloat16)[: 1 + (device != CPU)]
+    in_memory = sum((timed(memory_bound(device, dtype, is_quick=False), cluster) for dtype in dtypes), ())
     return OnRank(by_dtype, in_memory, timed(of_rows(2), cluster), updates, 4e9, 2**30)
 
 
@@ -84,6 +85,35 @@ def test_prices_of_a_known_cluster_are_recovered():
     gelu = next(row for row in fitted.cluster.memory_shares if row.op == "aten.gelu")
     assert (gelu.forward, gelu.backward) == pytest.approx((0.2, 0.1), rel=0.02)
     assert not fitted.slow_hosts and cluster_from_json(fitted.cluster.to_json()) == fitted.cluster
+
+
+def test_a_gpu_has_shares_by_dtype_and_of_rows_that_are_no_whole_units():
+    gelus = MemoryShare("aten.gelu", 0.8, 0.4, "float32"), MemoryShare("aten.gelu", 0.4, 0.2)
+    truth = replace(
+        TRUTH,
+        flops_per_s={"float32": 5e13, "bfloat16": 8e14},
+        memory_bandwidth_bytes_per_s=3e12,
+        device_type="cuda",
+        kernel_s=2e-6,
+        product_shares=(
+            ProductShare(0.25, 16),
+            ProductShare(1.0, 4096, backward=0.8),
+            ProductShare(0.5, op="aten.matmul"),
+        ),
+        memory_shares=(MemoryShare(""), *gelus),
+        unaligned_shares={"bfloat16": 0.2},
+    )
+    rank = replace(on_rank(truth, torch.device("cuda")), float8_flops_per_s=1.5e15)
+    fitted = fit_cluster(Measured(("a",), (1,), (rank,), (), DATE), "fitted", "cuda", "nccl", TRUTH.levels).cluster
+    assert fitted.peak_flops_per_s(torch.float8_e4m3fn) == 1.5e15
+    assert fitted.calibration.fit_error < 0.01
+    assert fitted.unaligned_shares == pytest.approx({"float32": 1.0, "bfloat16": 0.2}, rel=0.05)
+    for dtype, (forward, backward) in (("float32", (0.8, 0.4)), ("bfloat16", (0.4, 0.2))):
+        share = memory_share(fitted.memory_shares, "aten.gelu", dtype)
+        assert (share.forward, share.backward) == pytest.approx((forward, backward), rel=0.02)
+    whole, of_backward = product_share(fitted.product_shares, "aten.linear", "bfloat16", 4096)
+    assert of_backward / whole == pytest.approx(0.8, rel=0.02)
+    assert cluster_from_json(fitted.to_json()) == fitted
 
 
 def test_prices_of_collectives_of_sizes_that_were_not_timed():

@@ -241,6 +241,27 @@ def test_shares_and_fixed_costs_by_hand():
         assert op_time(op, whole(op), (1,), replace(bare, **terms)) == pytest.approx(expected), op.target
 
 
+@pytest.mark.parametrize("rows, is_odd", [(16, False), (12, False), (17, True), (10, True)])
+def test_products_whose_rows_are_no_whole_units_are_slower(rows, is_odd):
+    """Rows of 16 bytes are 4 elements of float32; the number of rows of the first operand does not matter."""
+    fast = replace(CLUSTER, memory_bandwidth_bytes_per_s=1e12)
+    slow = replace(fast, unaligned_shares={"float32": 0.25})
+    op = make_op("aten.linear.default", meta(63, 128), meta(rows, 128), meta(rows))
+    (forward_s, backward_s), times = (op_time(op, whole(op), (1,), cluster) for cluster in (fast, slow))
+    assert times == pytest.approx((forward_s * (4 if is_odd else 1), backward_s * (4 if is_odd else 1)))
+    image = make_op("aten.conv2d.default", meta(2, 3, 9, 9), meta(5, 3, 3, 3))
+    assert op_time(image, whole(image), (1,), slow) == op_time(image, whole(image), (1,), fast)
+
+
+def test_shares_of_memory_are_by_dtype_where_it_has_rows():
+    shares = MemoryShare("aten.gelu", 0.5), MemoryShare("aten.gelu", 0.25, dtype="bfloat16"), MemoryShare("", 0.125)
+    cluster = replace(CLUSTER, memory_shares=shares)
+    for target, dtype, share in (("gelu", torch.float32, 0.5), ("gelu", torch.bfloat16, 0.25), ("relu", None, 0.125)):
+        op = make_op(f"aten.{target}.default", meta(64, 128, dtype=dtype or torch.float32))
+        bytes_s = op_bytes(op, shapes(op.inputs), shapes(op.outputs)) / cluster.memory_bandwidth_bytes_per_s
+        assert op_time(op, whole(op), (1,), cluster)[0] == pytest.approx(bytes_s / share)
+
+
 @pytest.mark.parametrize(
     "name, rows, columns, summed",
     [("linear", 12, 6, 8), ("matmul", 4, 5, 8), ("mm", 4, 5, 8), ("baddbmm", 4, 5, 8), ("einsum", 3, 5, 8)],

@@ -1,4 +1,4 @@
-"""Cases on ranks of the emulated device, whose process groups keep NCCL's rules."""
+"""Cases on ranks of a device: the emulated one, whose process groups keep NCCL's rules, or a GPU that they share."""
 
 import warnings
 from contextlib import nullcontext
@@ -21,17 +21,18 @@ from tests.journey.runs import _SETTINGS, Outcome, _planned_by_hand, _Setting
 PP_ONLY = "pp"
 SETTINGS = {**_SETTINGS, PP_ONLY: _Setting((4,), ("pp",), num_microbatches=4)}
 Launches = list[tuple[str, tuple[Transfer, ...]]]
-_meshes: dict[str, Any] = {}
+_meshes: dict[tuple[str, str], Any] = {}
 
 
 class OnDevice(Run):
-    """Under autopar on the emulated device, on this rank; `options` are added to those of `autopar.compile`."""
+    """Under autopar on a device, on this rank; `options` are added to those of `autopar.compile`."""
 
-    def __init__(self, setting: str, options: dict[str, Any]) -> None:
+    def __init__(self, setting: str, options: dict[str, Any], device: str) -> None:
         self.setting, self.options, self._how = setting, options, SETTINGS[setting]
-        if setting not in _meshes:
-            _meshes[setting] = init_device_mesh(NAME, self._how.shape, mesh_dim_names=self._how.axis_names)
-        self.mesh = _meshes[setting]
+        if (device, setting) not in _meshes:
+            made = init_device_mesh(device, self._how.shape, mesh_dim_names=self._how.axis_names)
+            _meshes[device, setting] = made
+        self.mesh = _meshes[device, setting]
 
     def compile(self, model: nn.Module, **options: Any) -> nn.Module:
         options = {"cluster": "free-links", "num_microbatches": self._how.num_microbatches} | options | self.options
@@ -50,14 +51,14 @@ class OnDevice(Run):
         return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def outcome(name: str, setting: str, options: dict[str, Any]) -> tuple[Outcome, Launches]:
+def outcome(name: str, setting: str, options: dict[str, Any], device: str = NAME) -> tuple[Outcome, Launches]:
     """What this rank saw of a case of `CASES`, and what it sent and received point to point."""
-    run, how = OnDevice(setting, options), SETTINGS[setting]
+    run, how = OnDevice(setting, options, device), SETTINGS[setting]
     torch.manual_seed(0)
     traffic.launches.clear()
     with warnings.catch_warnings(), _planned_by_hand(how.by_hand) if how.by_hand else nullcontext():
         warnings.simplefilter("ignore")
         numbers = CASES[name](run)
-    found = {key: content_of(x.detach()).clone() for key, x in numbers.items()}
+    found = {key: content_of(x.detach()).clone().cpu() for key, x in numbers.items()}
     dist.barrier()
     return Outcome(found), list(traffic.launches)

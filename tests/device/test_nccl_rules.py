@@ -49,12 +49,12 @@ CASES_ON = [
 ]
 
 
-def _id(name: str, setting: str, options: dict) -> str:
+def case_id(name: str, setting: str, options: dict) -> str:
     return "-".join((name, setting, *map(str, options.values()))).replace(" ", "_")
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "setting", "options"), [pytest.param(*each, id=_id(*each)) for each in CASES_ON])
+@pytest.mark.parametrize(("name", "setting", "options"), [pytest.param(*each, id=case_id(*each)) for each in CASES_ON])
 def test_steps_on_a_device_by_nccls_rules(device_ranks: Ranks, name: str, setting: str, options: dict) -> None:
     torch.manual_seed(0)
     expected = CASES[name](Run())

@@ -63,6 +63,8 @@ class Cluster:
     that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
     fixed seconds of updating one parameter; `algorithms`, of which the backend takes the fastest ("nested": level by
     level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
+    `unaligned_shares`, dtype name -> share that products of matrices reach of that if rows of an operand or of the
+    result are no whole units of 16 bytes, as tensor cores read them (NVIDIA, Matrix Multiplication Background);
     `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
     device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused. `overlap`:
     the share of a collective's time in which devices compute at their full rate meanwhile, if nothing waits for it.
@@ -83,6 +85,7 @@ class Cluster:
     algorithms: tuple[str, ...] = ALGORITHMS
     product_shares: tuple[ProductShare, ...] = ()
     memory_shares: tuple[MemoryShare, ...] = ()
+    unaligned_shares: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     attention_kernels: tuple[str, ...] = ()
     overlap: float = 0.0
@@ -130,7 +133,7 @@ class Cluster:
     def at_best(self) -> "Cluster":
         """The cluster whose products reach, at any size, the largest share that their op reaches at some size.
 
-        Attention is fused or written out, whichever is faster.
+        Attention is fused or written out, whichever is faster, and rows of any size are whole units.
 
         No split of an op is faster on it than an equal part of the whole op.
         """
@@ -140,7 +143,8 @@ class Cluster:
             forward, backward = map(max, zip(row.shares, others.shares))
             best[row.op, row.dtype] = replace(row, share=forward, backward=backward)
         kernels = (ANY,) if self.attention_kernels else ()
-        return replace(self, product_shares=tuple(best.values()), attention_kernels=kernels)
+        shares = tuple(best.values())
+        return replace(self, product_shares=shares, unaligned_shares={}, attention_kernels=kernels)
 
     def to_json(self) -> str:
         """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
@@ -148,7 +152,7 @@ class Cluster:
             return json.dumps(self._groups_content(self.groups), indent=2)
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         levels = [{key: item for key, item in level.items() if item != ()} for level in content["levels"]]
-        nothing = (0.0, (), None, ALGORITHMS)
+        nothing: tuple[Any, ...] = (0.0, (), {}, None, ALGORITHMS)
         kept = {key: item for key, item in content.items() if key not in _TERMS or item not in nothing}
         return json.dumps(kept | {"levels": levels}, indent=2)
 
@@ -161,6 +165,7 @@ class Cluster:
 
 # The fields that `to_json` leaves out if they are nothing.
 _TERMS = ("kernel_s", "update_s", "overlap", "algorithms", "product_shares", "memory_shares") + (
+    "unaligned_shares",
     "groups",
     "calibration",
     "attention_kernels",
@@ -213,6 +218,7 @@ def _check_terms(cluster: Cluster) -> None:
     texts = {"dtype of product_shares": [row.dtype for row in cluster.product_shares]}
     texts |= {"op of product_shares": [row.op for row in cluster.product_shares]}
     texts |= {"op of memory_shares": [row.op for row in cluster.memory_shares]}
+    texts |= {"dtype of memory_shares": [row.dtype for row in cluster.memory_shares]}
     if origin is not None:
         texts |= {"date and backend of calibration": [origin.date, origin.backend], "hosts": list(origin.hosts)}
         texts |= {"versions of calibration": [*origin.versions, *origin.versions.values()]}
@@ -236,6 +242,7 @@ def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
         yield f"bandwidth_bytes_per_s of level {number}", level.bandwidth_bytes_per_s, _LEAST, math.inf
     yield from ((f"flops_per_s of {key!r}", rate, _LEAST, _MOST) for key, rate in cluster.flops_per_s.items())
     yield from ((f"kind_factors of {key!r}", factor, 0.0, _MOST) for key, factor in cluster.kind_factors.items())
+    yield from ((f"unaligned_shares of {key!r}", x, _LEAST, _MOST) for key, x in cluster.unaligned_shares.items())
     yield "memory_bandwidth_bytes_per_s", cluster.memory_bandwidth_bytes_per_s, _LEAST, _MOST
     yield "memory_bytes", cluster.memory_bytes, 1, _MOST
     way = cluster.host_bandwidth_bytes_per_s

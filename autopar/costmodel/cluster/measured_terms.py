@@ -61,7 +61,8 @@ class MemoryShare:
     """The share of `Cluster.memory_bandwidth_bytes_per_s` that an op reaches in forward and in backward.
 
     `op`: family of the op ("aten.gelu"), "update" for the optimizer's update (`forward` only), or "" for every op
-    without a row of its own. Above 1 where the op moves fewer bytes than its operands and results have.
+    without a row of its own. `dtype`: of its first result ("bfloat16"), or "" for every dtype without rows of its own.
+    Above 1 where the op moves fewer bytes than its operands and results have.
 
     How to fill it: time the op on operands beyond the caches, less `Cluster.kernel_s`; the share is the bytes that
     `roofline.op_bytes` counts over seconds over the bandwidth. It stands for arithmetic too, as that of `gelu` on CPUs.
@@ -70,6 +71,7 @@ class MemoryShare:
     op: str
     forward: float = 1.0
     backward: float = 1.0
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,11 @@ def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: fl
     return 1.0, 1.0
 
 
-def memory_share(shares: Sequence[MemoryShare], op: str) -> MemoryShare:
-    """The row of the family `op`, or that of all others."""
-    rows = {row.op: row for row in shares}
-    return rows.get(op) or rows.get("") or MemoryShare(op)
+def memory_share(shares: Sequence[MemoryShare], op: str, dtype: str = "") -> MemoryShare:
+    """The row of the family `op`, or that of all others; rows of the op precede its dtype's."""
+    rows = {(row.op, row.dtype): row for row in shares}
+    keys = (op, dtype), (op, ""), ("", dtype), ("", "")
+    return next((rows[key] for key in keys if key in rows), MemoryShare(op))
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -64,11 +64,13 @@ def masks_as_run() -> Iterator[None]:
     made: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by whether it is causal: modules that made masks
     used: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by is_causal: attention modules given a mask
     attention = interfaces.ALL_ATTENTION_FUNCTIONS
+    # how it asks whether it is exported: before 5.18 by the one, since then by the other
+    exporting = next(x for x in ("is_torchdynamo_exporting", "is_tracing") if hasattr(masks, x))
 
     def noting(is_causal: bool, original: Callable[..., bool]) -> Callable[..., bool]:
         def asked(*args: Any, **kwargs: Any) -> bool:
             is_dropped = original(*args, **kwargs)
-            with patch.object(masks, "is_torchdynamo_exporting", lambda: False):
+            with patch.object(masks, exporting, lambda *_: False):
                 may_drop = original(None, *args[1:], **{k: v for k, v in kwargs.items() if k != "padding_mask"})
             if may_drop and not is_dropped and (owner := _module_of_caller()) is not None:
                 made[is_causal][id(owner)] = owner

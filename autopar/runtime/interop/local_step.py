@@ -4,7 +4,7 @@ An update that goes element by element is the same on parts, and a DTensor takes
 small part to update. Between two steps the optimizer has the DTensors it was given, its state included.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import is_
@@ -104,29 +104,52 @@ def _on_known_parts(optimizer: torch.optim.Optimizer, known: dict[DTensor, _Part
             for x in _with_parts(group, state, known):
                 part_of[x] = known.get(x) or _Parts(x, state.get(x, {}))
                 part_of[x].part.grad = _local(x.grad)
-    whole = [(group["params"], group.get("foreach")) for group in groups]
     known.clear()
     try:
-        for group in groups:
-            has_parts = any(x in part_of for x in group["params"])
-            group["params"] = [part_of[x].part if x in part_of else x for x in group["params"]]
-            if has_parts and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = False  # as on DTensors: its temporary tensors would be those of all parameters
+        optimizer.param_groups = [small for group in groups for small in _on_parts_of(group, part_of)]
         for x, parts in part_of.items():
             if x in state:
                 state[parts.part] = parts.own
         yield
     finally:
-        for group, (parameters, foreach) in zip(groups, whole):
-            group["params"] = parameters
-            if "foreach" in group:
-                group["foreach"] = foreach
+        optimizer.param_groups = groups
         with torch.no_grad():
             for x, parts in part_of.items():
                 if parts.part in state:
                     parts.take_back(x, state[x], state.pop(parts.part))
                 parts.part.grad = None
         known.update(part_of)
+
+
+def _on_parts_of(group: dict[str, Any], part_of: Mapping[DTensor, _Parts]) -> Iterator[dict[str, Any]]:
+    """The group with parts in place of DTensors, cut so that its update needs little memory at a time.
+
+    Where torch may choose, it updates the parts of a GPU together (`foreach`), with temporary tensors as large as all
+    of them: here at most as large as the largest parameter's, as where one is updated after the other.
+    """
+    tensors = [part_of[x].part if x in part_of else x for x in group["params"]]
+    is_free = (
+        group.get("foreach", False) is None and not group.get("fused") and any(x in part_of for x in group["params"])
+    )
+    if not is_free or not all(x.device.type == "cuda" for x in tensors):
+        yield group | {"params": tensors} | ({"foreach": False} if is_free else {})
+        return
+    for some in in_chunks(tensors):
+        yield group | {"params": some}
+
+
+def in_chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in order, in lists of which none has more bytes than the largest of all."""
+    most = max(x.nbytes for x in tensors)
+    chunks: list[list[torch.Tensor]] = [[]]
+    num_bytes = 0
+    for x in tensors:
+        if num_bytes + x.nbytes > most:
+            chunks.append([])
+            num_bytes = 0
+        chunks[-1].append(x)
+        num_bytes += x.nbytes
+    return chunks
 
 
 def _with_parts(
