@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table test-page page-library lint docs dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table test-page page-library lint docs dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory test-gpu gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -131,6 +131,9 @@ bench-memory: $(READY) ## predicted peaks of memory beside counted ones
 	$(PYTHON) -m bench.memory
 
 DEVICE ?= cuda
+
+test-gpu: $(READY) ## on a machine with a GPU: the tests that need one
+	$(PYTHON) -m pytest -m gpu
 
 gpu-check: $(READY) ## on a machine with GPUs: numerics, collectives, memory and times beside one device; DEVICE=cpu needs none
 	$(PYTHON) -m bench.gpu_check --device $(DEVICE)

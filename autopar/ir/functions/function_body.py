@@ -167,8 +167,9 @@ class _BodyReader:
         """The op that computes what `target` writes to a tensor of the function's own, which has no views; reads of the
         tensor from here on are of the result.
         """
-        packet, written = target._overloadpacket, node.args[0]
-        plain = getattr(getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None), target._overloadname, None)
+        schema, written = target._schema, node.args[0]
+        name = schema.name.partition("::")[2].removesuffix("_")
+        plain = getattr(getattr(torch.ops.aten, name, None), schema.overload_name or "default", None)
         if plain is None or not isinstance(written, Node) or written.op != "call_function" or written in self.shared:
             raise _Unknown
         if node.meta["val"].dtype != written.meta["val"].dtype:
