@@ -21,6 +21,7 @@ from autopar.peak_memory.few_copies import Phases, run_phases
 from autopar.peak_memory.replay import Recording, Replayed, likeness, recorded, run_two
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.interop.local_step import together_bytes
 from autopar.runtime.offload_optimizer import buckets
 from autopar.runtime.pipeline.torch_stage import Wire
 from autopar.sbp.assignment import Assignment
@@ -32,7 +33,8 @@ from autopar.schedule.timeline import Action
 
 Inputs = tuple[tuple[Input, Layout], ...]
 
-# Transient tensors of a parameter's size in its update, by torch.optim one parameter after the other (`foreach=False`).
+# Transient tensors in an update by torch.optim, of the size of what is updated together: on a CPU one parameter after
+# the other (`foreach=False`), on a GPU as `local_step` cuts them.
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
 
 
@@ -112,7 +114,8 @@ def predict_peak(
             return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split), run_op)
 
     phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
-    return _peak([(mesh, _laid_out(graph, assignment))], phases, training, batch, {}, _on_host(graph, assignment))
+    inputs, away = [(mesh, _laid_out(graph, assignment))], _on_host(graph, assignment)
+    return _peak(inputs, phases, training, batch, {}, away, device_type)
 
 
 def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
@@ -143,7 +146,8 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
             own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
             inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
-            peaks.append(_peak(inputs, _run(stages, step, run_op), plan.training, batch, slices, away))
+            phases, device_type = _run(stages, step, run_op), plan.cluster.device_type
+            peaks.append(_peak(inputs, phases, plan.training, batch, slices, away, device_type))
     return tuple(peaks)
 
 
@@ -263,6 +267,7 @@ def _peak(
     batch_bytes: int,
     slices: Mapping[str, int],
     on_host: Collection[str],
+    device_type: str,
 ) -> Peak:
     """The peak of a rank; `inputs`: (mesh, inputs) of each of its stages, `slices`: as `_slices` gives them."""
     kinds = _bytes_of(inputs, training, slices)
@@ -272,7 +277,7 @@ def _peak(
     for name, changes in phases:
         peaks.append((name, now + _most(changes) + beside.get(name, 0)))
         now += int(changes.sum())
-    return Peak(stored, (*peaks, ("update", stored + _update_bytes(kinds, on_host, training))))
+    return Peak(stored, (*peaks, ("update", stored + _update_bytes(kinds, on_host, training, device_type))))
 
 
 def _most(changes: np.ndarray) -> int:
@@ -292,11 +297,14 @@ def _beside_backward(phases: Phases) -> dict[str, int]:
     return dict.fromkeys(last.values(), reduced) if reduced else {}
 
 
-def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
+def _update_bytes(
+    kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training, device_type: str
+) -> int:
     """Bytes during the update beyond stored ones: all gradients, transient copies, and a bucket of offloaded state."""
     copies = UPDATE_COPIES.get(training.optimizer, 0)
     gradients = {name: own["gradients"] for name, own in kinds.items() if "gradients" in own}
-    staying = copies * max((size for name, size in gradients.items() if name not in on_host), default=0)
+    sizes = [size for name, size in gradients.items() if name not in on_host]
+    staying = copies * (max(sizes, default=0) if device_type == "cpu" else together_bytes(sizes))
     moved = [name for name in kinds if name in on_host]
     each = ([moved[at] for at in bucket] for bucket in buckets([kinds[name]["parameters"] for name in moved]))
     moving = (

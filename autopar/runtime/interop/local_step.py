@@ -4,7 +4,7 @@ An update that goes element by element is the same on parts, and a DTensor takes
 small part to update. Between two steps the optimizer has the DTensors it was given, its state included.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import is_
@@ -21,6 +21,8 @@ _ELEMENTWISE = frozenset(
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 _MARK = "_autopar_local_step"
+# Of parameters that a GPU updates together, if none is larger: launches of fewer bytes take longer than their work.
+TOGETHER_BYTES = 64 * 2**20
 
 
 def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -125,7 +127,7 @@ def _on_parts_of(group: dict[str, Any], part_of: Mapping[DTensor, _Parts]) -> It
     """The group with parts in place of DTensors, cut so that its update needs little memory at a time.
 
     Where torch may choose, it updates the parts of a GPU together (`foreach`), with temporary tensors as large as all
-    of them: here at most as large as the largest parameter's, as where one is updated after the other.
+    of them: here as `in_chunks` cuts them.
     """
     tensors = [part_of[x].part if x in part_of else x for x in group["params"]]
     is_free = (
@@ -138,9 +140,15 @@ def _on_parts_of(group: dict[str, Any], part_of: Mapping[DTensor, _Parts]) -> It
         yield group | {"params": some}
 
 
+def together_bytes(sizes: Iterable[int]) -> int:
+    """The most bytes of parameters that are updated together, of parameters of these sizes on a GPU."""
+    known = [*sizes]
+    return max(max(known, default=0), min(TOGETHER_BYTES, sum(known)))
+
+
 def in_chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors in order, in lists of which none has more bytes than the largest of all."""
-    most = max(x.nbytes for x in tensors)
+    """The tensors in order, in lists of at most `together_bytes`."""
+    most = together_bytes(x.nbytes for x in tensors)
     chunks: list[list[torch.Tensor]] = [[]]
     num_bytes = 0
     for x in tensors:

@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.interop import local_step
 from tests.workers import Ranks, device_mesh
-
-pytestmark = pytest.mark.multirank
 
 OPTIMIZERS = {
     "Adadelta": {},
@@ -79,6 +78,7 @@ def same_bits(name: str) -> None:
                 assert torch.equal(value, other)
 
 
+@pytest.mark.multirank
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_bits_as_on_dtensors(ranks4: Ranks, name: str) -> None:
     ranks4.run(same_bits, name)
@@ -110,5 +110,37 @@ def others_see_whole() -> None:
     assert all(isinstance(p, DTensor) for p in optimizer.state)
 
 
+@pytest.mark.multirank
 def test_hooks_closures_and_failures_leave_dtensors(ranks4: Ranks) -> None:
     ranks4.run(others_see_whole)
+
+
+@pytest.mark.parametrize("largest", [3, 100])
+def test_parts_of_a_gpu_are_updated_together_in_few_chunks(largest: int, monkeypatch) -> None:
+    """As many bytes as the limit, or as the largest parameter if it has more."""
+    monkeypatch.setattr(local_step, "TOGETHER_BYTES", 40)
+    tensors = [torch.zeros(size) for size in (2, largest, 3, 4, 1, 5, 2)]
+    chunks = local_step.in_chunks(tensors)
+    assert [id(x) for chunk in chunks for x in chunk] == list(map(id, tensors))
+    most = max(40, 4 * largest)
+    assert all(sum(x.nbytes for x in chunk) <= most for chunk in chunks)
+    assert len(chunks) == 3
+    assert local_step.together_bytes([8, 8]) == 16 and local_step.together_bytes([]) == 0
+
+
+@pytest.mark.gpu
+def test_an_update_on_a_gpu_is_torchs_own() -> None:
+    """Bitwise, in chunks or all at once, without more memory than two copies of a chunk."""
+    shapes = [(2048, 2048), (64,), (512, 512), (2048, 2048), (7,)]
+    alone, whole = ([torch.nn.Parameter(torch.ones(shape, device="cuda")) for shape in shapes] for _ in range(2))
+    optimizers = [torch.optim.AdamW(parameters, lr=0.1) for parameters in (alone, whole)]
+    torch.manual_seed(0)
+    for one, other in zip(alone, whole):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+    optimizers[0].step()
+    group = optimizers[1].param_groups[0]
+    for chunk in local_step.in_chunks(whole):
+        optimizers[1].param_groups = [group | {"params": chunk}]
+        optimizers[1].step()
+    assert all(torch.equal(one, other) for one, other in zip(alone, whole))
