@@ -39,7 +39,7 @@ class Network(torch.nn.Module):
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 48), torch.nn.Tanh(), torch.nn.Linear(48, 4)).double()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.net(x), y)
+        return torch.nn.functional.mse_loss(self.net(x).double(), y.double())
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,12 +138,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--param-dtype", choices=("bfloat16",), help="compute in this dtype over float64")
     options = parser.parse_args()
     torch.set_num_threads(1)
     x, y = samples()
     with autopar.elastic.Run(options.folder / "run", save_every=options.save_every) as run:
         faults = Faults(options.folder, run.rank, run.num_ranks)
-        model = run.compile(Network(), args=(x[:BATCH], y[:BATCH]), cluster="cpu", mesh=lambda n: (n,), pins=PINS)
+        chosen = {"param_dtype": getattr(torch, options.param_dtype)} if options.param_dtype else {}
+        example = x[:BATCH], y[:BATCH]
+        model = run.compile(Network(), args=example, cluster="cpu", mesh=lambda n: (n,), pins=PINS, **chosen)
         optimizer, schedule = optimizer_of(model)
         sampler = autopar.StatefulSampler(NUM_SAMPLES, (BATCH,), 0)
         batches = (rows for _ in range(options.steps) for rows in sampler)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from autopar.answers.step_terms import AnyPlan
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.presets import datasheet_share
-from autopar.costmodel.roofline import training_flops
+from autopar.costmodel.roofline import products_s
 from autopar.explain.common_text import table
 from autopar.ir.graph import Graph, Op
 from autopar.plans.plan import Plan
@@ -86,8 +86,7 @@ def peak_s(graph: Graph, cluster: Cluster) -> float:
     for op in graph.ops:
         key = op.nameless
         if key not in known:
-            flops = training_flops(op)
-            known[key] = flops / cluster.peak_flops_per_s(op.outputs[0].dtype) if flops else 0.0
+            known[key] = products_s(op, cluster)
         total += known[key]
     return total * datasheet_share(cluster)
 

@@ -44,6 +44,15 @@ def training_flops(op: Op) -> float:
     return flops * (1 + _backward_products(op, shapes[0])) if flops else 0.0
 
 
+def products_s(op: Op, cluster: Cluster) -> float:
+    """Seconds that the products of a forward and a backward of `op` as a whole take at the cluster's rates."""
+    body = body_on(op, tuple(value.shape for value in op.inputs))
+    if body is None:
+        flops = training_flops(op)
+        return flops / cluster.peak_flops_per_s(_rate_dtype(op)) if flops else 0.0
+    return sum(products_s(inner, cluster) for inner in body.ops)
+
+
 def op_bytes(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     """Bytes that a forward of `op` reads and writes; 0 for views, of writes in place the new rows alone."""
     if footprint(op).is_view:

@@ -4,6 +4,7 @@
 the call. An op is defined once for a class and its constants, and lives as long as the process, as any op does.
 """
 
+import pickle
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -47,10 +48,26 @@ class _Tensor:
     def __repr__(self) -> str:
         return "TENSOR"
 
+    def __reduce__(self) -> str:
+        return "TENSOR"  # the one there is
+
 
 TENSOR = _Tensor()
 _APPLICATIONS: dict[str, Application] = {}  # by target
 _TARGETS: dict[Any, str] = {}  # by what is the same for equal calls
+
+
+class FunctionTarget(str):
+    """The target of an op of this module. It takes the call along to another process, where its class can be imported
+    and its constants be pickled; else only the name.
+    """
+
+    def __reduce__(self) -> Any:
+        try:
+            pickle.dumps(_APPLICATIONS[self])
+        except Exception:  # of whatever the user's class was called with
+            return str, (str(self),)
+        return target_of, (_APPLICATIONS[self],)
 
 
 def target_of(application: Application) -> str:
@@ -65,7 +82,7 @@ def target_of(application: Application) -> str:
         results = "Tensor" if application.num_results == 1 else f"({', '.join(['Tensor'] * application.num_results)})"
         tags = (torch.Tag.nondeterministic_seeded,) if application.is_random else ()
         _LIBRARY.define(f"{name}({inputs}) -> {results}", tags=tags)
-        target = f"{NAMESPACE}.{name}.default"
+        target = FunctionTarget(f"{NAMESPACE}.{name}.default")
         _APPLICATIONS[target] = application
         _TARGETS[key] = target
         _LIBRARY.impl(name, application, "CompositeImplicitAutograd")
@@ -81,6 +98,12 @@ def class_of(target: str) -> type[torch.autograd.Function] | None:
     """The class that the op applies; None if it is no op of this module."""
     application = _APPLICATIONS.get(target)
     return None if application is None else application.cls
+
+
+def known_target(target: str) -> str:
+    """`target`, as it is known here if it is an op of this module."""
+    application = _APPLICATIONS.get(target)
+    return target if application is None else target_of(application)
 
 
 def application_of(target: str) -> Application | None:

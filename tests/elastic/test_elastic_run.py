@@ -63,6 +63,23 @@ def test_ranks_that_are_killed_in_each_phase_and_a_full_disk_change_nothing(tmp_
 
 
 @pytest.mark.multirank
+def test_ranks_that_compute_in_bfloat16_go_on_alike(tmp_path):
+    """Killed once and then one more, beside ranks that were let alone."""
+    once, never = tmp_path / "once", tmp_path / "never"
+    once.mkdir(), never.mkdir()
+    (once / "faults.json").write_text(json.dumps([[7, 0, "backward"]]))
+    dtype = "--param-dtype", "bfloat16"
+    torchrun(once, 2, *dtype, options=("--max-restarts", "1"), steps=12)
+    torchrun(once, 3, *dtype, steps=16)
+    torchrun(never, 2, *dtype, steps=16)
+    ended = [{line["step"]: line for line in logged(folder)} for folder in (once, never)]
+    losses = [[found[step]["loss"] for step in range(16)] for found in ended]
+    assert losses[0][:12] == losses[1][:12] and losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[1] == pytest.approx(undisturbed(16), rel=0.05) and losses[1] != undisturbed(16)
+    assert ended[0][15]["ranks"] == 3
+
+
+@pytest.mark.multirank
 def test_other_numbers_of_ranks_go_on_alike_and_a_damaged_checkpoint_is_left_out(tmp_path):
     torchrun(tmp_path, 3, steps=9)
     torchrun(tmp_path, 2, steps=16)

@@ -1,11 +1,14 @@
 """Custom autograd functions as ops: one op for equal calls, and refusals that name the function."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar.costmodel.function_flops import function_flops
+from autopar.ir.function_ops import target_of
 from autopar.ir.graph import Graph
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
@@ -85,6 +88,13 @@ def test_a_pending_sum_meets_a_backward_that_is_known_to_be_linear() -> None:
     finally:
         del Scaled.autopar_rule
         forget_signatures()
+
+
+def test_a_pickled_op_takes_its_class_along() -> None:
+    """Processes that plan other points of a sweep, or ahead of a restart, have not traced the model."""
+    (op,) = (op for op in traced(lambda x: Scaled.apply(x, 2.0), X).ops if "Scaled" in op.target)
+    how, (application,) = op.target.__reduce__()
+    assert how is target_of and application.cls is Scaled and pickle.loads(pickle.dumps(op)) == op
 
 
 def test_flops_are_counted() -> None:

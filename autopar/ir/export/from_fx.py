@@ -17,6 +17,7 @@ from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import TRANSFORMS, line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
+from autopar.ir.function_ops import known_target
 from autopar.ir.gradients.gradient_op import GRADIENT, TRACKED
 from autopar.ir.gradients.write_out import gradients_of, note_tracked, start_of
 from autopar.ir.graph import Value
@@ -97,7 +98,7 @@ def _target_of(node: Node) -> str:
     """The path below torch.ops, e.g. "aten.add.Tensor"."""
     if isinstance(node.target, HigherOrderOperator):
         return f"higher_order.{node.target.name()}"
-    return str(node.target)
+    return known_target(str(node.target))
 
 
 def origin_of(node: Node, region: ConvertedRegion) -> Origin:
