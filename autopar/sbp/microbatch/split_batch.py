@@ -17,6 +17,7 @@ from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
 from autopar.sbp.functions.function_signatures import function_signatures
+from autopar.sbp.microbatch.pair_batches import in_sections, share_of_sections
 from autopar.sbp.microbatch.token_count import known_ops
 from autopar.sbp.op_signatures import discovery_of, signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
@@ -76,7 +77,17 @@ def split_batch(graph: Graph, roles: frozenset[str] = ALLOWED_ROLES) -> BatchSpl
         )
     chosen = _choose(graph, offered, domains)
     placements = {name: next(iter(domain)) for name, domain in domains.items()}
+    _check_outputs(graph, placements)
     return BatchSplit(chosen, placements, _granularity(graph, chosen, placements))
+
+
+def _check_outputs(graph: Graph, placements: Mapping[str, Placement]) -> None:
+    """MicrobatchError for an output whose rows the microbatches would give in another order."""
+    for value in (value for value in graph.outputs if isinstance(value, Value) and placements[value.name].sections):
+        raise MicrobatchError(
+            f"the output %{value.name} of shape {list(value.shape)} has the rows of several arguments, one after the"
+            " other, of which each microbatch has some; return them apart (chunk), or use one microbatch"
+        )
 
 
 def batch_size(graph: Graph) -> int:
@@ -154,7 +165,10 @@ def _fitting(
     """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. Of an op that `is_known`
     the result may be that of the whole batch where it would be a term.
     """
-    signatures = tuple(found for found in _possible(op, reads, routed, roles) if _fits(op, found, domains))
+    possible = _possible(op, reads, routed, roles)
+    present = sorted({one.sections for domain in domains for one in domain if one.sections})
+    possible += tuple(one for one in in_sections(op, possible, present) if not routed)
+    signatures = tuple(found for found in possible if _fits(op, found, domains))
     if is_known and len(op.outputs) == 1:
         terms = [found for found in signatures if found.outputs == (P,)]
         signatures += tuple(Signature(found.inputs, (I,), KNOWN, found.num_units) for found in terms)
@@ -275,6 +289,6 @@ def _granularity(graph: Graph, chosen: Mapping[str, Signature], placements: Mapp
     for op in graph.ops:
         signature = chosen[op.name]
         placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
-        extents += [value.shape[placement.dim] for placement, value in placed if placement.is_split]
+        extents += [value.shape[one.dim] // share_of_sections(one) for one, value in placed if one.is_split]
         extents += [signature.num_units] if signature.num_units else []
     return math.gcd(*extents) if extents else 1

@@ -1,0 +1,75 @@
+"""Batches of pairs on microbatches: `cat([chosen, rejected])` of two arguments, computed row by row, then cut apart.
+
+A microbatch has its rows of both, one after the other: its part of the value is a share of each section (S(d|1x1)). An
+op that computes a part of its result from parts of its inputs alone does so wherever these rows are in the whole.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.ir.graph import Op
+from autopar.ir.op_facts import RESHAPES
+from autopar.sbp.placement import Placement, S
+from autopar.sbp.signature import Signature
+
+_CAT, _SPLIT, _SLICE = "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"
+Sections = tuple[int, ...]
+
+
+def in_sections(op: Op, plain: Sequence[Signature], present: Sequence[Sections]) -> Iterator[Signature]:
+    """The signatures of `op` with dims in sections: those in which it joins some, reads those that are `present` and
+    takes them apart; `plain`: its signatures without.
+    """
+    if op.target == _CAT and len(op.inputs) > 1:
+        dim = op.args[1] if len(op.args) > 1 else 0
+        if dim >= 0 and {len(value.shape) for value in op.inputs} == {len(op.outputs[0].shape)}:
+            sections = _lowest([value.shape[dim] for value in op.inputs])
+            yield Signature((S(dim),) * len(op.inputs), (S(dim, sections=sections),))
+    for sections in present:
+        yield from _apart(op, sections)
+        for signature in plain:
+            placed = (*signature.inputs, *signature.outputs)
+            if any(p.is_split for p in placed) and not any(p.sections or p.is_own or p.unit > 1 for p in placed):
+                ends = [tuple(_of(p, sections) for p in side) for side in (signature.inputs, signature.outputs)]
+                if _keeps_rows(op, signature, sections):
+                    yield Signature(ends[0], ends[1], signature.role, signature.num_units)
+
+
+def share_of_sections(placement: Placement) -> int:
+    """The number by which the size of a split dim is to be divided before it is cut in microbatches."""
+    return sum(placement.sections) or 1
+
+
+def _of(placement: Placement, sections: Sections) -> Placement:
+    return S(placement.dim, sections=sections) if placement.is_split else placement
+
+
+def _keeps_rows(op: Op, signature: Signature, sections: Sections) -> bool:
+    """Whether each section has whole rows of every dim that is split."""
+    placed = zip((*signature.inputs, *signature.outputs), (*op.inputs, *op.outputs))
+    extents = [value.shape[placement.dim] for placement, value in placed if placement.is_split]
+    return all(extent % sum(sections) == 0 and extent > sum(sections) for extent in extents)
+
+
+def _apart(op: Op, sections: Sections) -> Iterator[Signature]:
+    """The signatures in which `op` takes the sections apart."""
+    if not op.inputs:
+        return
+    shape = op.inputs[0].shape
+    if op.target == _SPLIT and len(op.args) == 3 and op.args[2] >= 0 and _lowest(op.args[1]) == sections:
+        yield Signature((S(op.args[2], sections=sections),), (S(op.args[2]),) * len(op.outputs))
+    elif op.target == _SLICE and len(op.args) == 4 and op.args[1] >= 0:
+        dim, start, end = op.args[1:]
+        bounds = [bound * shape[dim] // sum(sections) for bound in itertools.accumulate(sections, initial=0)]
+        if shape[dim] % sum(sections) == 0 and (start, end) in itertools.pairwise(bounds):
+            yield Signature((S(dim, sections=sections),), (S(dim),))
+    elif op.target in RESHAPES and set(sections) == {1}:
+        for dim, size in enumerate(shape):
+            if op.outputs[0].shape == (*shape[:dim], len(sections), size // len(sections), *shape[dim + 1 :]):
+                yield Signature((S(dim, sections=sections),), (S(dim + 1),))
+
+
+def _lowest(sizes: Sequence[int]) -> Sections:
+    common = math.gcd(*sizes)
+    return tuple(size // common for size in sizes) if common else ()
