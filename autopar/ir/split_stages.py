@@ -60,7 +60,9 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
     """Names of the ops at which a stage may start, in graph order.
 
     These are the first op of each copy of each repeat, and the first op behind the last repeat. If they give fewer than
-    `least` stages, also each op before which a single tensor crosses, if a product comes before the next such op.
+    `least` stages, also each op before which a single tensor crosses, if a product comes before the next such op; and
+    where these leave more work together than a stage's share (between the halves of a U-Net), of the ops from one
+    product to the next the one before which the fewest tensors cross.
     """
     position = graph.position
     points, end = set(), 0
@@ -70,7 +72,7 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
         points.update(range(first, end + 1, block) if repeat is folded.repeats[-1] else range(first, end, block))
     inside = {point for point in points if 0 < point < len(graph.ops)}
     if len(inside) + 1 < least:
-        inside.update(_narrow_points(graph))
+        inside.update(_with_wider(graph, list(_narrow_points(graph)), least))
     return tuple(graph.ops[point].name for point in sorted(inside))
 
 
@@ -81,6 +83,26 @@ def _narrow_points(graph: Graph) -> Iterator[int]:
     for start, end in pairwise([*narrow, len(graph.ops)]):
         if any(facts_of(op.target).product for op in graph.ops[start:end]):
             yield start
+
+
+_MOST_WIDER = 64  # points, for whose number squared stages are compared
+
+
+def _with_wider(graph: Graph, narrow: Sequence[int], least: int) -> list[int]:
+    """`narrow` positions, and wider ones between two of them that have more than a stage's share of the products."""
+    work = [0.0, *accumulate(map(_flops, graph.ops))]
+    numbers, wider = crossing_numbers(graph), list[int]()
+    for start, end in pairwise(sorted({0, *narrow, len(graph.ops)})):
+        if (work[end] - work[start]) * least > work[-1]:
+            products = [at for at in range(start, end) if facts_of(graph.ops[at].target).product]
+            wider += [min(range(one + 1, other + 1), key=numbers.__getitem__) for one, other in pairwise(products)]
+    return [*narrow, *wider[:: 1 + len(wider) // _MOST_WIDER]]
+
+
+def _flops(op: Op) -> float:
+    product = facts_of(op.target).product
+    shapes = [tuple(value.shape for value in values) for values in (op.inputs, op.outputs)]
+    return product.flops(op, shapes[0], shapes[1]) if product else 0.0
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from autopar.errors import UnsupportedOp
-from autopar.ir.folding.fold import fold
+from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Value
 from autopar.ir.run_graph import run
-from autopar.ir.split_stages import cut, cut_points
+from autopar.ir.split_stages import crossing_numbers, cut, cut_points
 from autopar.ir.trace import trace
 from tests import zoo
 from tests.ir.compare import bindings, results
@@ -191,3 +191,48 @@ def test_points_of_repeats_are_enough_where_they_give_the_stages():
     graph = trace(nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(4))), (torch.randn(3, 4),), {})
     folded = fold(graph)
     assert cut_points(folded, graph, least=3) == cut_points(folded, graph)
+
+
+class Halves(nn.Module):
+    """A way down and a way up, with what the way down gave beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(c, 2 * c, 3, 2, 1) for c in (4, 8, 16))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (16, 16, 12))
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            kept.append(x)
+            x = layer(x).relu()
+        for layer in self.up:
+            x = torch.cat([layer(x), kept.pop()], 1)[:, : 32 if len(kept) == 2 else 24]
+        return x.square().mean()
+
+
+def test_points_between_halves_where_several_tensors_cross():
+    model, x = Halves().double(), torch.randn(2, 4, 16, 16, dtype=torch.float64)
+    graph = trace(model, (x,), {})
+    numbers = dict(zip([op.name for op in graph.ops], crossing_numbers(graph)))
+    found = cut_points(fold(graph), graph, least=4)
+    assert {numbers[name] for name in found} >= {1, 2, 3}
+    for name in found:
+        (loss,), _ = run_stages(cut(graph, [name]), bindings(graph, model, (x,), {}))
+        assert torch.allclose(loss, model(x), rtol=1e-12)
+
+
+def test_the_points_between_halves_of_a_deep_model_are_limited():
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(150))
+
+        def forward(self, x):
+            start = self.layers[0](x)
+            for layer in self.layers[1:]:
+                x = layer(x + start[:, :1]).tanh()
+            return x.sum()
+
+    graph = trace(Deep(), (torch.ones(2, 4),), {})
+    assert 32 < len(cut_points(Folded({}, ()), graph, least=4)) <= 66
