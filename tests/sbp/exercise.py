@@ -23,11 +23,13 @@ from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Signature, Strategy
 from tests.sbp.rulecheck import Tensors, check_strategy, make_op
 
+# method of a process group, since torch 2.13 and before -> kind
+_SINCE = hasattr(ProcessLocalGroup, "all_gather_single")
 KINDS = {
     "allreduce": "all_reduce",
-    "all_gather_single": "all_gather",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
+    "all_gather_single" if _SINCE else "_allgather_base": "all_gather",
+    "reduce_scatter_single" if _SINCE else "_reduce_scatter_base": "reduce_scatter",
+    "all_to_all_single" if _SINCE else "alltoall_base": "all_to_all",
     "send": "permute",
 }
 

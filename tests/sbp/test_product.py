@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import autopar.ir.experts.grouped_linear
+import autopar.ir.passes.unflatten_matmul  # noqa: F401 (both make ops)
 from autopar.ir.passes.turn_grouped import TURNED as TURNED_GROUPED
 from autopar.sbp.candidates import strategies_of
 from autopar.sbp.op_signatures import signatures_of
