@@ -44,7 +44,8 @@ class _RegionCall:
     def __init__(self, function: Callable[..., Tensors], inputs: Sequence[torch.Tensor]) -> None:
         self.function = function
         # Saved by autograd, so that hooks around this (offload, another recomputation) see the inputs as saved tensors.
-        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn
+        # A node of torch 2.11 has them as long as its output lives.
+        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs)
         self.autocast = _autocast(inputs[0].device.type) if inputs else nullcontext()
         self.saved: list[ref[_SavedPlaceholder]] = []
         self.made: WeakKeyDictionary[_SavedPlaceholder, torch.Tensor] = WeakKeyDictionary()
@@ -57,7 +58,7 @@ class _RegionCall:
     def again(self) -> None:
         """Run the region again, and give its saved tensors to the placeholders that are still alive."""
         saved_again: list[torch.Tensor] = []
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.kept.saved_tensors]
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.kept.grad_fn.saved_tensors]
         with torch.enable_grad(), self.autocast, saved_tensors_hooks(lambda x: saved_again.append(x.detach()), _never):
             self.function(*inputs)
         if len(saved_again) != len(self.saved):
