@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, warn
 from autopar.mesh import PIPELINE
 from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree, root_of
 
@@ -386,6 +386,8 @@ def follow(view: DTensor, base: DTensor, steps: Steps) -> None:
     """Make `view`, a copy of a part of `base`, a view of it."""
     vars(view).update(_base_of_view=base, _steps=steps, _seen=_version(base))
     view.__class__ = CopiedView
+    if torch.__version__.startswith("2.11."):  # which computes ops of such a view without its `__torch_dispatch__`
+        warn(f"torch 2.11 loses what is written to {steps[-1][0]} of a DTensor: write to all of it, or update torch")
 
 
 def _version(x: DTensor) -> int:
