@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 from autopar.errors import UnsupportedOp
 from autopar.ir.folding.fold import Folded
+from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.interpret import constants_for
 from autopar.ir.op_facts import facts_of, is_random
@@ -81,7 +82,7 @@ def _narrow_points(graph: Graph) -> Iterator[int]:
     numbers = crossing_numbers(graph)
     narrow = [at for at in range(1, len(graph.ops)) if numbers[at] == 1]
     for start, end in pairwise([*narrow, len(graph.ops)]):
-        if any(facts_of(op.target).product for op in graph.ops[start:end]):
+        if any(_may_multiply(op) for op in graph.ops[start:end]):
             yield start
 
 
@@ -97,6 +98,11 @@ def _with_wider(graph: Graph, narrow: Sequence[int], least: int) -> list[int]:
             products = [at for at in range(start, end) if facts_of(graph.ops[at].target).product]
             wider += [min(range(one + 1, other + 1), key=numbers.__getitem__) for one, other in pairwise(products)]
     return [*narrow, *wider[:: 1 + len(wider) // _MOST_WIDER]]
+
+
+def _may_multiply(op: Op) -> bool:
+    """Whether it is a product, or a custom function, which may be one."""
+    return facts_of(op.target).product is not None or is_function(op)
 
 
 def _flops(op: Op) -> float:

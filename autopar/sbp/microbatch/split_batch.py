@@ -197,6 +197,11 @@ def _refusal(op: Op, domains: Domains) -> str:
     roles = {signature.role for signature in signatures_of_call(op)} - ALLOWED_ROLES
     terms = [value.name for value in op.inputs if domains[value.name] == {P}]
     reason = next((_REASONS[role] for role in sorted(roles) if role in _REASONS), "")
+    if not reason and rule_of(op) is None and any(one.role for one in function_signatures(op)):
+        reason = (
+            "it reduces over the whole batch within, as its ops show (such as the largest magnitude, of which a scale"
+            " of float8 is made); give each row a scale of its own, in backward too"
+        )
     if not reason and rule_of(op) is None:
         reason = f"there is no rule for splitting it{_found(op)}"
         if is_function(op):

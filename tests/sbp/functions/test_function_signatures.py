@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import TENSOR, Application, target_of
-from tests.float8 import ROWWISE, TENSORWISE, Float8Product
+from autopar.ir.trace import trace
+from autopar.sbp.microbatch.microbatch_graph import microbatched
+from tests.float8 import ROWWISE, TENSORWISE, Float8Product, in_float8
 from tests.sbp.exercise import exercise
 
 
@@ -41,3 +44,11 @@ def test_products_in_float8_split_as_others(scaling: str) -> None:
 
 def test_a_function_that_counts_its_elements_is_run_as_its_ops() -> None:
     assert "S(1) -> S(1) [split_1]" in exercise(target(Halved, 1), draw(4, 6, dtype=torch.float64))
+
+
+def test_scales_of_a_whole_batch_are_refused_on_microbatches() -> None:
+    model, x = in_float8(torch.nn.Sequential(torch.nn.Linear(32, 32)), ROWWISE), torch.randn(32, 32)
+    with pytest.raises(
+        MicrobatchError, match=r"Float8Product.* it reduces over the whole batch within, as its ops show"
+    ):
+        microbatched(trace(model, (x,), {}), 2)
