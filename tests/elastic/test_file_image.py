@@ -124,6 +124,17 @@ def test_a_process_that_is_killed_is_told_and_replaced(tmp_path: Path) -> None:
     memory.close()
 
 
+def test_where_there_is_one_scheduler_priority_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    given = list[int]()
+    monkeypatch.setattr(write_image.os, "sched_setscheduler", refused, raising=False)
+    monkeypatch.setattr(write_image.os, "nice", given.append)
+    write_image.give_way()
+    assert given == [19]
+
+
 def test_a_full_disk_is_told() -> None:
     memory = Memory(5)
     with pytest.raises(AutoparError, match="No space left on device"):
