@@ -19,6 +19,7 @@ FROM_DATABASE = 3  # samples an op, smallest shapes of each kind first
 MAX_ELEMENTS = 2000
 # random draws, memory of no meaning, and gradients of ties that depend on the order of elements
 UNREPEATABLE = ("dropout", "bernoulli", "rand", "empty", "native_batch_norm")
+UP_TO_A_PHASE = ("linalg_eig.",)  # of whose vectors the database's own losses are the sizes; torch refuses others
 
 
 def exercise(target: str, call: Call, ranks: tuple[int, ...]) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def test_op_database() -> None:
     torch.manual_seed(0)
     checked: dict[str, int] = {}
     for target in RULES:
-        if any(part in target for part in UNREPEATABLE):
+        if any(part in target for part in (*UNREPEATABLE, *UP_TO_A_PHASE)):
             continue
         for call in itertools.islice(database_calls(target), FROM_DATABASE):
             checked[target] = checked.get(target, 0) + exercise(target, call, (2, 3, 5))[1]
