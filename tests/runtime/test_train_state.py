@@ -159,8 +159,8 @@ def test_what_cannot_be_cut_so_is_refused_with_what_can() -> None:
     asked = {"cluster": "free-links", "args": case.args, "loss_fn": case.loss_fn}
     with pytest.raises(MicrobatchError, match=r"batch of 8 cannot be cut in 3 .*: 2, 4"):
         autopar.plan(case.model, "pp=2,dp=2", num_microbatches=3, **asked)
-    with pytest.raises(InfeasibleError, match=r"blocks and a batch of 8 on pp=16 of .* fewer stages"):
-        autopar.plan(case.model, "pp=16,dp=2", **asked)
+    with pytest.raises(InfeasibleError, match=r"blocks and a batch of 8 on pp=32 of .* fewer stages"):
+        autopar.plan(case.model, "pp=32,dp=2", **asked)
 
 
 def test_stages_may_lie_along_any_axis() -> None:

@@ -65,8 +65,8 @@ def is_exact(
     """Whether the choice costs and takes what the whole graph does without the table."""
     costs = evaluate(graph, decode(priced, graph, folded, choice), mesh, cluster, training=training)
     assert cost_of(priced.table, choice) == pytest.approx(costs.step_s, rel=1e-9)
-    # whole bytes
-    assert memory_of(priced.table, choice) == pytest.approx(costs.total_memory_bytes, rel=1e-9, abs=0.5)
+    # whole bytes, where the table has thirds of them
+    assert memory_of(priced.table, choice) == pytest.approx(costs.total_memory_bytes, rel=1e-9, abs=1.0)
     return True
 
 
@@ -119,6 +119,7 @@ def stored_wide(graph: Graph) -> Graph:
 
 @given(seed=st.integers(0, 2**32), num_calls=st.integers(1, 12), shape=st.sampled_from(MESHES))
 @example(seed=128, num_calls=8, shape=(2, 2, 2))  # a parameter to be regathered that is stored as it is read
+@example(seed=1483613, num_calls=12, shape=(2, 2, 2))  # two thirds of a byte
 @settings(max_examples=60)
 def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     draw = random.Random(seed)
