@@ -20,7 +20,7 @@ from autopar.plans.serialise import HandCosts, SavedPlan
 from autopar.plans.validate import check_assignment, check_names
 from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.candidates import annotate
+from autopar.sbp.candidates import annotate, not_divided
 from autopar.sbp.signature import Candidates, Discovery
 
 
@@ -78,10 +78,10 @@ class Plan(BasePlan):
     def _candidates(self) -> Candidates:
         return annotate(self.graph, self.mesh, self.folded, near=self.assignment.strategies)
 
-    @property
+    @cached_property
     def not_divided(self) -> tuple[tuple[str, int, int], ...]:
         """(op or input, dim, mesh axis) never split because the axis does not divide the dim."""
-        return self._candidates.not_divided
+        return not_divided(self.graph, self.mesh, self.folded)
 
     @cached_property
     def without_rule(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ def annotate(
     `near`: op name -> strategy. If given, only strategies that differ from it on at most `num_changed` axes are listed,
     a neighbourhood in a space too large to list; an op that it lacks gets none.
     """
-    ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
+    ops = _representatives(graph, folded)
     uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
     kept = graph.once(carried_values)
     has_extra = near is None or num_changed or any(map(_is_extra, near.values()))
@@ -62,7 +62,6 @@ def annotate(
         },
         without_rule=tuple(unknown),
         discovered={name: found for name, found in unknown.items() if found is not None},
-        not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven, shared)),
     )
 
 
@@ -349,20 +348,29 @@ def _in_shares(layouts: Iterable[Layout], shape: tuple[int, ...], shared: Shared
                 yield from ((*layout[:axis], one, *layout[axis + 1 :]) for one in offered)
 
 
-def _not_divided(
-    graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...], uneven: Uneven, shared: SharedRows | None
-) -> Iterator[tuple[str, int, int]]:
+def not_divided(graph: Graph, mesh: Mesh, folded: Folded | None = None) -> tuple[tuple[str, int, int], ...]:
+    """(op or input name, dim, mesh axis) that is never split because the axis does not divide the dim; with `folded`,
+    of the representative ops only.
+    """
+    ops = _representatives(graph, folded)
+    uneven, shared = uneven_extents(graph, ops, mesh.shape), shared_extents(graph, ops, mesh)
     offered = {extent for extent, units in uneven if 1 in units}
-    for axis, size in enumerate(mesh_shape):
+    found: list[tuple[str, int, int]] = []
+    for axis, size in enumerate(mesh.shape):
         for item in graph.of_kind("parameter"):
             extents = {dim: extent for dim, extent in enumerate(item.value.shape) if extent > 1}
             # otherwise it can be stored split
             if all(extent % size and not (extent in offered and extent >= size) for extent in extents.values()):
-                yield from ((item.value.name, dim, axis) for dim in extents)
+                found += [(item.value.name, dim, axis) for dim in extents]
         for op in ops:
-            found = _undivided_dims(op.nameless, size, Extra.of(op, {}, uneven).uneven)
-            is_shared = shared is not None and shared.axis == axis and any(map(shared.has, _extents(op)))
-            yield from ((op.name, dim, axis) for dim in found if not is_shared)
+            if shared is None or shared.axis != axis or not any(map(shared.has, _extents(op))):
+                dims = _undivided_dims(op.nameless, size, Extra.of(op, {}, uneven).uneven)
+                found += [(op.name, dim, axis) for dim in dims]
+    return tuple(found)
+
+
+def _representatives(graph: Graph, folded: Folded | None) -> list[Op]:
+    return [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
 
 
 def _extents(op: Op) -> set[int]:

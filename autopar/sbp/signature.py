@@ -75,13 +75,11 @@ class Candidates:
     strategies: op name -> its valid strategies. layouts: input value name -> the layouts it may be stored in
     (parameters, buffers) or handed in (arguments, constants). outputs: name of an output value -> the layouts it may
     leave in. without_rule: ops that have no rule; discovered: what running them on samples says of them, of ops of
-    which it was asked; all others are replicated. not_divided: (op or input name, dim, mesh axis) never split because
-    the axis does not divide the dim.
+    which it was asked; all others are replicated.
     """
 
     strategies: Mapping[str, tuple[Strategy, ...]]
     layouts: Mapping[str, tuple[Layout, ...]]
     outputs: Mapping[str, tuple[Layout, ...]]
     without_rule: tuple[str, ...]
-    not_divided: tuple[tuple[str, int, int], ...]
     discovered: Mapping[str, Discovery] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph, Input, Op, Slot, Value
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
-from autopar.sbp.candidates import annotate, even_layouts, strategies_of
+from autopar.sbp.candidates import annotate, even_layouts, not_divided, strategies_of
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.pins import restrict
 from autopar.sbp.placement import I, format_layout, is_even
@@ -106,9 +106,9 @@ def test_two_axes_on_one_dim_must_divide_it_together() -> None:
 
 def test_what_does_not_divide_is_listed() -> None:
     graph = two_layers()
-    assert not annotate(graph, parse_mesh("4")).not_divided  # 6 columns over 4 ranks: parts of 2, 2, 2 and none
-    found = annotate(graph, parse_mesh("32"))  # more ranks than columns
-    assert {("linear_0", 1, 0), ("linear_0", 0, 0), ("w0", 0, 0)} <= set(found.not_divided)
+    assert not not_divided(graph, parse_mesh("4"))  # 6 columns over 4 ranks: parts of 2, 2, 2 and none
+    found = not_divided(graph, parse_mesh("32"))  # more ranks than columns
+    assert {("linear_0", 1, 0), ("linear_0", 0, 0), ("w0", 0, 0)} <= set(found)
 
 
 def test_an_op_without_rule_is_whole_and_listed() -> None:

@@ -137,4 +137,4 @@ def _taken(assignments: Iterable[Assignment]) -> Candidates:
                 chosen.setdefault(name, {})[option] = None
         return {name: tuple(layouts) for name, layouts in chosen.items()}
 
-    return Candidates(options("strategies"), options("layouts"), options("outputs"), (), ())
+    return Candidates(options("strategies"), options("layouts"), options("outputs"), ())
