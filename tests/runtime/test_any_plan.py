@@ -34,7 +34,7 @@ from tests.runtime.random_ops import FAMILIES
 from tests.runtime.random_products import fused
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH, NUM_FUSED = 1000, 1000, 40
+NUM_EXAMPLES, NUM_FRESH, NUM_FUSED = 300, 1000, 40
 ROLES = {
     "batch",
     "channel_groups",
