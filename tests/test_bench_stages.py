@@ -11,6 +11,7 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.hand_points import grids, model_of
 from autopar.planner.pipeline.sweep import sweep
+from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import plan_by_hand
 from bench.by_hand import NEAR, is_dear
 from bench.every_stage import every_plan
@@ -29,7 +30,7 @@ def test_the_sweep_is_nearly_as_good_as_every_plan_by_hand(model, limit_bytes):
     cluster = load_cluster("v100-25g")
     meshes = tuple(grids(16, cluster, num_layers=len(model.starts), most_tensor=16))
     written = list(every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes))
-    found = sweep(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes)
+    found = sweep(model, meshes, cluster, PlanRequest(memory_limit_bytes=limit_bytes))
     assert written and all(one.rank_bytes <= limit_bytes for one in written)
     # Points are compared, which the search then betters: ddp is left to it, and what is done once a step does not move
     # the cuts.

@@ -18,7 +18,7 @@ FIGURES: Mapping[str, Callable[[AnyPlan], float]] = {
     "bound_ms": lambda plan: plan.lower_bound_s * 1e3,
     "gap": lambda plan: plan.gap,
     "memory_gib": lambda plan: _memory(plan) / _GIB,
-    "memory_share": lambda plan: _memory(plan) / plan.memory_limit_bytes,
+    "memory_share": lambda plan: operator.truediv(*plan.fullest_bytes),
     "parameters_on_host": lambda plan: float(_on_host(plan)),
 }
 _ORDERS: Mapping[str, Callable[[float, float], bool]] = {

@@ -4,6 +4,7 @@ import math
 from functools import lru_cache
 
 from autopar.costmodel.activations.autograd_footprint import footprint, saved_by_local_op
+from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import memory_share
 from autopar.costmodel.roofline import weight_share
@@ -22,6 +23,16 @@ SPARE_MEMORY = 0.1
 def usable_memory_bytes(cluster: Cluster) -> float:
     """The bytes of one device that a plan may use."""
     return cluster.memory_bytes * (1 - SPARE_MEMORY)
+
+
+def rank_limits(limit_bytes: float, cluster: Cluster, num_ranks: int) -> tuple[float, ...]:
+    """The bytes that a plan may use of a device of each rank of the pipeline: `limit_bytes`, but on a cluster of groups
+    no more than the rank's own devices have.
+    """
+    if cluster.groups is None or num_ranks == 1:
+        return (limit_bytes,) * num_ranks
+    own = (cluster_of_rank(cluster, rank, num_ranks) for rank in range(num_ranks))
+    return tuple(min(limit_bytes, usable_memory_bytes(one)) for one in own)
 
 
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shape: tuple[int, ...]) -> int:

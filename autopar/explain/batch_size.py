@@ -53,7 +53,7 @@ def notes(plan: Plan | StagedPlan) -> tuple[str, ...]:
 
 def _unpredicted(plan: Plan | StagedPlan) -> Iterator[str]:
     if UNPREDICTED in plan.found_by:
-        used, limit = max(plan.memory_bytes), plan.memory_limit_bytes
+        used, limit = plan.fullest_bytes
         yield (
             "Planning was interrupted before the peak memory of the plan was predicted: it fits by the estimate of the"
             f" search, {format_bytes(used)} of {format_bytes(limit)} per device, but its peak may not. Let planning"

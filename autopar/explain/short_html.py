@@ -27,7 +27,7 @@ def _facts(plan: Plan | StagedPlan) -> Iterator[tuple[str, str]]:
         yield "bound", f"{format_seconds(plan.lower_bound_s)} for any {plan.bound_of}, gap {plan.gap:.1%}{claim}"
     if plan.found_by:
         yield "found by", f"{plan.found_by}{claim}"
-    limit, used = plan.memory_limit_bytes, max(plan.peak_bytes or plan.memory_bytes)
+    used, limit = plan.fullest_bytes
     of = "" if limit == float("inf") else f" of {format_bytes(limit)}{unfit(used, limit)}"
     yield "memory per device", f"{format_bytes(used)}{of}"
     if isinstance(plan, StagedPlan):

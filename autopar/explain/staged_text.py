@@ -137,7 +137,9 @@ def _memory(plan: StagedPlan) -> str:
     over_time = [memory_over_time(plan, rank) for rank in ranks]
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.costs.memory_bytes))
     lines = [line for rank in ranks for line in _memory_lines(rank, over_time[rank], kinds)]
-    limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {format_bytes(plan.memory_limit_bytes)})"
+    limits = dict.fromkeys(map(format_bytes, plan.rank_limits_bytes))
+    told = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(map(format_bytes, plan.rank_limits_bytes)))
+    limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {told if len(limits) > 1 else min(limits)})"
     rows = table(lines, ["rank", "when", "in flight", *kinds, "total"]) + _peaks(plan)
     counts = format_counts([[(x.start_s, x.in_flight) for x in row] for row in over_time], plan.timeline.step_s)
     return (

@@ -84,8 +84,7 @@ def choose_plan(
                 elif way is Way.STAGED and (whole is None or (_binds(whole) and not budget.is_spent)):
                     step_s = to_beat_s if whole is None else min(to_beat_s, whole.step_s)
                     known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
-                    within = request.on_least(cluster)
-                    staged = plan_in_stages(graph, mesh, cluster, within, whole=known, share=share, **asked)
+                    staged = plan_in_stages(graph, mesh, cluster, request, whole=known, share=share, **asked)
             except AutoparError as error:
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):
                     raise
@@ -140,7 +139,7 @@ def _to_beat_s(staged: Plan | StagedPlan | None, mesh: Mesh | Devices, cluster: 
 
 def _binds(plan: Plan | StagedPlan) -> bool:
     """Whether the plan fills its memory limit, so that saving memory may give a faster one."""
-    return max(plan.memory_bytes) > (1 - _FREE) * plan.memory_limit_bytes
+    return any(used > (1 - _FREE) * limit for used, limit in zip(plan.memory_bytes, plan.rank_limits_bytes))
 
 
 def _better(

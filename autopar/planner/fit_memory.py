@@ -57,7 +57,8 @@ class LimitedSearch(Generic[OnePlan]):
 class Fit(Generic[OnePlan]):
     """The fastest plan whose predicted peak is within the limit, among those that are searched.
 
-    `waiting`: searches with their plans, and those that are to be made. Without `predict` the estimate is used.
+    `limit_bytes`: of any device (`rank_limits_bytes` of a plan has that of each rank). `waiting`: searches with their
+    plans, and those that are to be made. Without `predict` the estimate is used.
     `first`: the first plan that was predicted, with its peaks. `least_ratio`: the least ratio of estimate to peak of
     any rank and plan so far, at most 1. `reasons`: why searches under lower limits found no plan.
     """
@@ -96,10 +97,10 @@ class Fit(Generic[OnePlan]):
                 yield one
                 continue
             plan = self._predicted(replace(one.plan, memory_limit_bytes=self.limit_bytes))
-            if max(plan.peak_bytes, default=0) <= self.limit_bytes:
+            if all(peak <= limit for peak, limit in zip(plan.peak_bytes, plan.rank_limits_bytes)):
                 self.best = plan
             elif one.number < MOST_TRIES:
-                allowed = _lowered(one.allowed_bytes, plan, self.limit_bytes)
+                allowed = _lowered(one.allowed_bytes, plan)
                 yield replace(one, plan=None, allowed_bytes=allowed, number=one.number + 1)
 
     def _predicted(self, plan: OnePlan) -> OnePlan:
@@ -124,17 +125,21 @@ class Fit(Generic[OnePlan]):
         """
         assert self.first is not None, "no plan was predicted"
         plan, peaks = self.first
+        used = zip(peaks, plan.memory_bytes, plan.rank_limits_bytes, range(len(peaks)))
+        peak, estimate, limit, rank = max(used, key=lambda one: one[0] / one[2])
+        there = f" of rank {rank}" if len(set(plan.rank_limits_bytes)) > 1 else ""
         return InfeasibleError(
-            f"no plan found fits in {self.limit_bytes:.0f} bytes ({self.limit_bytes / 2**30:.2f} GiB) per device: the"
-            f" first one, of {max(plan.memory_bytes)} bytes by the estimate, has a predicted peak of {max(peaks)} bytes"
-            f" ({max(peaks) / 2**30:.2f} GiB); {self.reasons[-1] if self.reasons else rest}"
+            f"no plan found fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device{there}: the first one, of"
+            f" {estimate} bytes by the estimate, has a predicted peak of {peak} bytes ({peak / 2**30:.2f} GiB);"
+            f" {self.reasons[-1] if self.reasons else rest}"
         )
 
 
-def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
+def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan) -> tuple[float, ...]:
     """The limits of the estimate, lowered for each rank whose peak is too large: by the excess, or in proportion."""
     lowered = []
-    for allowed, estimate, peak in zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, strict=True):
-        lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
-        lowered.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
+    ranks = zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, plan.rank_limits_bytes, strict=True)
+    for allowed, estimate, peak, limit in ranks:
+        lower = estimate - (peak - limit) if peak < _LITTLE * limit else limit * estimate / peak
+        lowered.append(allowed if peak <= limit else min(allowed, lower) - _MARGIN * limit)
     return tuple(lowered)

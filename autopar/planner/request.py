@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.memory import rank_limits, usable_memory_bytes
 from autopar.costmodel.training import INFERENCE, PARAM_DTYPES, REDUCE_DTYPES, WHOLE_BATCH, Training
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -27,7 +27,8 @@ class PlanRequest:
 
     `pins`: FQN -> layout, for all copies of its layer. `stored`: FQN -> layout, for this parameter alone.
     `excluded`: op -> texts of strategies, or input value -> texts of layouts, that it must not have.
-    `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
+    `memory_limit_bytes`: of a device; None: that of the cluster's devices. `memory_share`: the share of it that a plan
+    may use by its estimate. `time_limit_s`: of all planning.
     `shares`: the rows of the batch of each rank of the axis of that name, or "" for the first that can have them; () if
     all get as many. `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether
     `train_step` runs the plan; otherwise, and in inference (`training`), it has one stage and one microbatch.
@@ -41,6 +42,7 @@ class PlanRequest:
     stored: Mapping[str, str] = field(default_factory=dict)
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory_limit_bytes: float | None = None
+    memory_share: float = 1.0
     training: Training = WHOLE_BATCH
     time_limit_s: float = 30.0
     shares: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -109,10 +111,20 @@ class PlanRequest:
         assert self.memory_limit_bytes is not None, "a request is made on a cluster before planning"
         return self.memory_limit_bytes
 
+    def rank_limits(self, cluster: Cluster, num_ranks: int) -> tuple[float, ...]:
+        """The bytes that a plan may use by its estimate of a device of each rank of the pipeline, of a request that was
+        made `on` the cluster.
+        """
+        return tuple(self.memory_share * limit for limit in rank_limits(self.limit_bytes, cluster, num_ranks))
+
     def on(self, cluster: Cluster) -> "PlanRequest":
-        """The request with the memory limit of the cluster's devices if it has none; groups have one each."""
+        """The request with the memory limit of the cluster's devices if it has none; on a cluster of groups with the
+        most that a device of any may use, for each keeps to its own limit besides.
+        """
         if cluster.groups is not None and cluster.groups.seen < 0:
-            return self
+            asked = math.inf if self.memory_limit_bytes is None else self.memory_limit_bytes
+            most = max(usable_memory_bytes(one) for _, one in cluster.groups.members)
+            return replace(self, memory_limit_bytes=min(asked, most))
         limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes
         return replace(self, memory_limit_bytes=limit)
 

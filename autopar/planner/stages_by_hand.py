@@ -67,7 +67,7 @@ def hand_plan_in_stages(
     num_ranks, rest = _ranks_and_rest(_mesh(text, written, mesh) if isinstance(mesh, Devices) else mesh)
     if written.num_ranks not in (0, num_ranks):
         raise PlanError(f"hand plan {text!r} does not fit mesh {mesh}: its axis {PIPELINE} has {num_ranks} ranks")
-    request = request.on_least(cluster)
+    request = request.on(cluster)
     plan = parse_hand_plan(written.stage, rest)
     if plan.is_hf:
         raise PlanError(f"hand plan {text!r}: a model's own plan, hf, has no stages; write megatron:.. for its degrees")
@@ -92,13 +92,13 @@ def plans_of_points(plan: StagedPlan) -> Iterator[tuple[str, StagedPlan]]:
     """(name, plan) of each hand plan in stages that `plan` was compared with, made anew; without those that are not to
     be made as they cost then.
     """
-    training = plan.training.of_one_pass
+    request = PlanRequest(training=plan.training.of_one_pass, memory_limit_bytes=plan.memory_limit_bytes)
     whole = loss_only(plan.graph)
     model = model_of(whole, fold(whole), num_stages=plan.schedule.num_ranks)
     for name, costs in plan.hand.items():
-        point = named_point(name, costs, model, plan.mesh, plan.cluster, training, plan.memory_limit_bytes)
+        point = named_point(name, costs, model, plan.mesh, plan.cluster, request)
         if point is not None:
-            by_hand = plan_by_hand(model, point, plan.cluster, training)
+            by_hand = plan_by_hand(model, point, plan.cluster, request.training)
             yield name, replace(by_hand, memory_limit_bytes=plan.memory_limit_bytes, found_by=f"hand plan {name}")
 
 

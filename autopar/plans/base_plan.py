@@ -33,6 +33,29 @@ class BasePlan(ABC):
         """The distance of the step time to its lower bound as a share of the step; 0 if proven optimal."""
         return (self.step_s - self.lower_bound_s) / self.step_s if self.step_s > 0 else 0.0
 
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> tuple[int, ...]:
+        """The estimate of a device's memory for each rank of the pipeline."""
+
+    @property
+    @abstractmethod
+    def rank_limits_bytes(self) -> tuple[float, ...]:
+        """The memory limit of a device of each rank of the pipeline."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The predicted peak of a device of each rank of the pipeline; () if nobody asked."""
+
+    @property
+    def fullest_bytes(self) -> tuple[float, float]:
+        """(memory of a device, its limit) of the rank that fills its limit most: the predicted peak, or without one the
+        estimate.
+        """
+        used = self.peak_bytes or self.memory_bytes
+        return max(zip(used, self.rank_limits_bytes), key=lambda rank: (rank[0] / rank[1], rank[0]))
+
     def explain(self) -> str:
         """The plan as text: every choice with its cost, and the alternatives."""
         from autopar.explain.explain_plan import explain  # the layer above, which reads plans

@@ -118,5 +118,5 @@ def _check_parameters(number: int, planned: Graph, cut: Graph) -> None:
 
 def _takes_no_more(plan: StagedPlan, planned: StagedPlan) -> bool:
     """Whether no rank's estimate exceeds both the memory limit and what was planned."""
-    pairs = zip(plan.memory_bytes, planned.memory_bytes)
-    return all(here <= max(there, planned.memory_limit_bytes) for here, there in pairs)
+    ranks = zip(plan.memory_bytes, planned.memory_bytes, planned.rank_limits_bytes)
+    return all(here <= max(there, limit) for here, there, limit in ranks)

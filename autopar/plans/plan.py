@@ -65,6 +65,11 @@ class Plan(BasePlan):
         return (self.costs.total_memory_bytes,)
 
     @property
+    def rank_limits_bytes(self) -> tuple[float, ...]:
+        """The memory limit of a device, for the only rank of the pipeline, as in `StagedPlan`."""
+        return (self.memory_limit_bytes,)
+
+    @property
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.costs.step_s

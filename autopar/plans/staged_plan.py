@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.costmodel.cluster.load_cluster import Cluster
-from autopar.costmodel.memory import local_bytes
+from autopar.costmodel.memory import local_bytes, rank_limits
 from autopar.costmodel.roofline import weight_gradients_s
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
@@ -38,6 +38,7 @@ class StagedPlan(BasePlan):
     `stages[s]`: the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: names of
     the first ops of the stages but the first. `graph`, `training`: of the whole batch. `hand`, `found_by`, `timings`,
     `lower_bound_s`, `bound_of`, `is_from_file`: as in `Plan`; `peak_bytes`: of a device of each rank of the pipeline.
+    `memory_limit_bytes`: of any device; those of a group have no more than they can (`rank_limits_bytes`).
 
     The time of a step is that of the schedule, plus the work of the slowest rank once a step: gathering parameters,
     reducing gradients, updating.
@@ -110,6 +111,11 @@ class StagedPlan(BasePlan):
             sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank))
             for rank in ranks
         )
+
+    @property
+    def rank_limits_bytes(self) -> tuple[float, ...]:
+        """The memory limit of a device of each rank of the pipeline."""
+        return rank_limits(self.memory_limit_bytes, self.cluster, self.schedule.num_ranks)
 
     @property
     def fingerprint(self) -> str:

@@ -57,7 +57,7 @@ def test_what_failed_is_told_with_its_figures():
         lower_bound_s=0.42,
         gap=0.0255,
         peak_bytes=(3 * 2**30, 6 * 2**30),
-        memory_limit_bytes=8 * 2**30,
+        fullest_bytes=(6 * 2**30, 8 * 2**30),
         assignment=given,
     )
     assert why_failed(parse_condition("step_ms > 420 or gap > 5%"), plan) == "step_ms 431 > 420"

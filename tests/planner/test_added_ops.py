@@ -1,5 +1,6 @@
 """Microbatches add ops inside blocks that repeat: those of copies alike are alike, whatever follows what."""
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from autopar.costmodel.activations.recomputable import recomputable
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import Cut, cut_as
 from autopar.planner.pipeline.hand_points import Model, model_of
 from autopar.planner.pipeline.sweep import sweep
+from autopar.planner.request import PlanRequest
 from tests.planner.cases import CPU
 
 WIDTH = 16
@@ -69,9 +70,7 @@ def random_kinds(rng: random.Random) -> list[str]:
 def cut_by_sweep(graph: Graph, num_microbatches: int) -> tuple[Model, Cut]:
     model = model_of(graph, fold(graph))
     pipeline = ((min(2, len(model.starts)), ONE),)
-    found = sweep(
-        model, pipeline, CPU, training=Training(), limit_bytes=float("inf"), num_microbatches=(num_microbatches,)
-    )
+    found = sweep(model, pipeline, CPU, PlanRequest(memory_limit_bytes=math.inf, num_microbatches=num_microbatches))
     return model, cut_as(model, found[0])
 
 

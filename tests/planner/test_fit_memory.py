@@ -29,6 +29,10 @@ class Made:
     graph = SimpleNamespace(ops=())  # few, so that the peak is soon predicted
 
     @property
+    def rank_limits_bytes(self) -> tuple[float, ...]:
+        return (self.memory_limit_bytes,) * len(self.memory_bytes)
+
+    @property
     def step_s(self) -> float:
         return 1e6 / max(self.memory_bytes)
 

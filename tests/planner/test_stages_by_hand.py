@@ -40,7 +40,9 @@ def test_letters_are_the_point_of_the_sweep(graph, text, schedule, flavour):
     model = model_of(graph, fold(graph))
     mesh = Mesh((2, 2), ("dp", "tp"))
     written = parse_hand_plan(f"megatron:dp=2,tp=2,sp,{flavour}", mesh)
-    points = _Sweep(model, CLUSTER, plan.training, 1e12).on((written,), mesh, 2, 4, (schedule,))
+    points = _Sweep(model, CLUSTER, PlanRequest(training=plan.training, memory_limit_bytes=1e12)).on(
+        (written,), mesh, 2, 4, (schedule,)
+    )
     best = min(point.step_s for point in points if point.schedule.num_stages == len(plan.stages))
     assert 0.95 * best <= plan.step_s <= 1.25 * best  # whose cut may be better than the even one
 

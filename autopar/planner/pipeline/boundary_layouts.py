@@ -160,7 +160,8 @@ class OpenStages:
     ) -> None:
         self.cut, self.schedule, self.mesh, self.cluster = cut, point.schedule, mesh, cluster
         self.training = request.training.staged(self.schedule.num_microbatches, self.schedule.num_ranks)
-        self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
+        self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, memory_share=1.0)
+        self.request = replace(self.request, crossing={})
         self.budget = budget
         self.values, self.shared = _values(cut), shared_extents(cut.stages[0].graph, (), mesh)
         self.order, self.link = ordered(point.schedule), transfer(cluster, point.schedule.num_ranks, mesh.num_devices)

@@ -2,6 +2,7 @@
 fullest rank, and the memory of that by kind.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from autopar.planner.fit_memory import Fit
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.sweep import LIGHTEST, Staged, lightest
+from autopar.planner.pipeline.sweep import Staged, lightest
 from autopar.planner.request import PlanRequest
 from autopar.plans.staged_plan import StagedPlan
 from autopar.search.deadline import Deadline
@@ -26,6 +27,8 @@ _STORED = ("parameters", "casts", "gradients", "optimizer", "buffers", "constant
 # The lightest point is searched within limits above this share of what it takes: the search saves a quarter of it
 # (bert-large on two devices: 0.76 by the estimate, 0.73 by the peak), and takes ten times as long as the sweep.
 _NEAR = 0.7
+# A limit of as many bytes as are used, as a share of another one, is those bytes to such a relative precision.
+_ROUNDING = 1e-12
 # Kinds below this share of the memory are not named.
 _NAMED = 0.05
 
@@ -44,19 +47,20 @@ def search_lightest(
     Returns the error for the case that no plan is found or none fits by its peak: it has that memory, or the reason why
     there is no point. `meshes`: (ranks of the pipeline, mesh of a stage), each to be tried until the deadline.
     """
-    asked = {"num_microbatches": _counts(request), "schedules": (request.schedule,) if request.schedule else LIGHTEST}
     deadline = fit.budget.deadline
-    point = lightest(model, meshes, cluster, training=request.training, deadline=deadline, **asked)
-    is_near = point is not None and request.limit_bytes >= _NEAR * max(point.rank_bytes)
-    limits = (request.limit_bytes, max(point.rank_bytes)) if is_near else ()
-    for limit_bytes in limits if fit.predict else limits[:1]:
+    point = lightest(model, meshes, cluster, request, deadline=deadline)
+    most = math.inf if point is None else max(_shares_of_limits(point, cluster, request)) * (1 + _ROUNDING)
+    shares = (1.0, most) if most * _NEAR <= 1 else ()
+    for share in shares if fit.predict else shares[:1]:
         if not fit.waiting:
-            search_point(point, request=replace(request, memory_limit_bytes=limit_bytes))
+            search_point(point, request=replace(request, memory_share=share))
     return _refusal(model, meshes, cluster, request, point, deadline)
 
 
-def _counts(request: PlanRequest) -> tuple[int, ...]:
-    return () if request.num_microbatches is None else (request.num_microbatches,)
+def _shares_of_limits(point: Staged, cluster: Cluster, request: PlanRequest) -> list[float]:
+    """The memory of each rank over its limit."""
+    limits = request.rank_limits(cluster, point.schedule.num_ranks)
+    return [used / limit for used, limit in zip(point.rank_bytes, limits, strict=True)]
 
 
 def _refusal(
@@ -79,10 +83,12 @@ def _refusal(
             " stage needs a block, and each schedule allows certain numbers of microbatches: ask for fewer stages, or"
             " for fewer or more microbatches"
         )
-    limit, num_bytes = request.limit_bytes, max(point.rank_bytes)
-    rank = point.rank_bytes.index(num_bytes)
+    shares = _shares_of_limits(point, cluster, request)
+    rank = shares.index(max(shares))
+    limit, num_bytes = request.rank_limits(cluster, point.schedule.num_ranks)[rank], point.rank_bytes[rank]
+    there = f" of rank {rank}" if cluster.groups is not None else ""
     return InfeasibleError(
-        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the"
+        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device{there}: the"
         f" lightest hand plan, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
         f" GiB){_with_state_on_host(model, meshes, cluster, request, deadline)};"
         f" {_what_binds(model, point, rank, cluster, request)}"
@@ -95,9 +101,8 @@ def _with_state_on_host(
     """The text of the least memory with all optimizer state on the host; "" if it must be on the device."""
     if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
-    training = replace(request.training, optimizer="none")
-    counts = _counts(request)
-    point = lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline)
+    lighter = replace(request, training=replace(request.training, optimizer="none"))
+    point = lightest(model, meshes, cluster, lighter, deadline=deadline)
     if point is None:
         return ""
     num_bytes = max(point.rank_bytes)
@@ -114,7 +119,7 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
     counts = " + ".join(str(in_flight(point.schedule)[stage]) for stage in point.schedule.stages_of(rank))
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
-    if sum(memory[kind] for kind in _STORED) > request.limit_bytes:
+    if sum(memory[kind] for kind in _STORED) > request.rank_limits(cluster, point.schedule.num_ranks)[rank]:
         remedy = "the stored tensors alone exceed the limit for any batch: raise the memory limit, or use more devices"
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.memory import rank_limits
 from autopar.costmodel.work_bound import floor_s, speeds_floor_s
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Value
@@ -21,7 +22,7 @@ from autopar.planner.pipeline.infeasible import search_lightest
 from autopar.planner.pipeline.schedule_bound import ScheduleBounds
 from autopar.planner.pipeline.search_stages import PointSearch, searched
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
-from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
+from autopar.planner.pipeline.sweep import Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.planner.unequal_devices import check_groups
 from autopar.plans.plan import Plan, plan_of
@@ -74,19 +75,8 @@ def sweep_stages(
     On an open mesh every grid of so many devices is tried; the sweep takes at most a share of the `budget`.
     """
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-    schedules = SCHEDULES if request.schedule is None else (request.schedule,)
-    counts = () if request.num_microbatches is None else (request.num_microbatches,)
     with budget.timed("stages by hand"):
-        points = sweep(
-            model,
-            meshes,
-            cluster,
-            training=request.training,
-            limit_bytes=request.limit_bytes,
-            num_microbatches=counts,
-            schedules=schedules,
-            deadline=budget.part(_SHARE_OF_SWEEP).deadline,
-        )
+        points = sweep(model, meshes, cluster, request, deadline=budget.part(_SHARE_OF_SWEEP).deadline)
     budget.show("stages by hand", tuple(points))
     return points
 
@@ -139,7 +129,7 @@ def plan_in_stages(
     without stages and microbatches comes near, for which the caller needs the rest. `predict`: as in `choose_plan`.
     """
     whole_budget, budget = budget, budget.part(1 - _SHARE_OF_BOUND)
-    fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
+    fit = Fit[StagedPlan](request.limit_bytes, predict, budget)
     by_hand, refused = list[Staged](), None
     model = model_in_stages(graph, mesh, request)
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
@@ -148,7 +138,7 @@ def plan_in_stages(
         if number and budget.is_spent and whole.step_s < math.inf:
             break
         factor = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
-        within = replace(request, memory_limit_bytes=limit_bytes * factor**number)
+        within = replace(request, memory_share=factor**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
         budget = fit.budget = _left_for_points(by_hand, budget, share)
         points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), whole.step_s)
@@ -199,8 +189,12 @@ def _is_slower(
         return False
     least_s = bounds.least_s(point.mesh, point.schedule, part, to_beat_s)
     if to_beat_s <= least_s < cutoff_s:
-        fit.add(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=point), None, least_s)
+        fit.add(LimitedSearch(_limits(fit, point, bounds.cluster), source=point), None, least_s)
     return least_s >= to_beat_s
+
+
+def _limits(fit: Fit[StagedPlan], point: Staged, cluster: Cluster) -> tuple[float, ...]:
+    return rank_limits(fit.limit_bytes, cluster, point.schedule.num_ranks)
 
 
 def _bound_share(fit: Fit[StagedPlan], points: Sequence[Staged], bounds: ScheduleBounds, budget: Budget) -> float:
@@ -242,7 +236,7 @@ def _above_limit(
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         training = replace(request.training, optimizer="none")
         for factor in (1.0, _NEARLY):
-            lighter = replace(request, training=training, memory_limit_bytes=factor * request.limit_bytes)
+            lighter = replace(request, training=training, memory_share=factor * request.memory_share)
             points = points or sweep_stages(model, mesh, cluster, lighter, budget)
     return points
 
@@ -281,7 +275,8 @@ def _search_point(
         )
         for moves in (True, False)
     )
-    searches, limits_bytes = PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
+    searches = PointSearch(graph, offloading, keeping)
+    limits_bytes = request.rank_limits(cluster, point.schedule.num_ranks)
     plan, at_least_s = searched(searches, limits_bytes, part, to_beat_s)
     if is_alone and (least_s := offloading[0][1].least_s):
         bounds.learn(point.mesh, point.schedule, least_s)
@@ -290,7 +285,7 @@ def _search_point(
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand, opened), StageCache()
         plans = [plan, searched(PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-    search = LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=searches)
+    search = LimitedSearch(_limits(fit, point, cluster), source=searches)
     if (at_least_s if plan is None else plan.step_s) < whole.step_s:
         fit.add(search, plan, at_least_s)
 

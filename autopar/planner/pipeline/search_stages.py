@@ -153,8 +153,10 @@ def _wanted(task: CutTask, number: int, tied: Mapping[str, str]) -> Wanted:
     fqns = {item.fqn for item in stage.graph.inputs}
     stored = {fqn: layout for fqn, layout in {**tied, **task.request.stored}.items() if fqn in fqns}
     pins = {fqn: layout for fqn, layout in task.request.pins.items() if fqn in fqns}
-    crossing = {name: task.crossing[name] for name in (*stage.receives, *stage.sends)}
-    request = replace(task.request, pins=pins, stored=stored, training=_training(task, number), crossing=crossing)
+    crossing, schedule = {name: task.crossing[name] for name in (*stage.receives, *stage.sends)}, task.point.schedule
+    limit_bytes = task.request.rank_limits(task.cluster, schedule.num_ranks)[schedule.rank_of(number)]
+    request = replace(task.request, memory_limit_bytes=limit_bytes, memory_share=1.0)
+    request = replace(request, pins=pins, stored=stored, training=_training(task, number), crossing=crossing)
     most_saved = task.point.partition.num_recomputed[number]
     return Wanted(number, stage.graph, task.wirings[number], request, _regions(task.cut, stage.graph), most_saved)
 

@@ -15,6 +15,20 @@ from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
 _MOST_MOVES, _FURTHEST = 32, 32
 
 
+Limits = float | Sequence[float] | np.ndarray  # bytes of a device of any rank of the pipeline, or of each
+
+
+def limits_of_stages(schedule: Schedule, limit_bytes: Limits) -> tuple[float, ...]:
+    """The limit of the rank of each stage."""
+    limits = np.broadcast_to(limit_bytes, schedule.num_ranks).tolist()
+    return tuple(limits[schedule.rank_of(stage)] for stage in range(schedule.num_stages))
+
+
+def fits_ranks(partition: Partition, schedule: Schedule, limit_bytes: Limits) -> bool:
+    """Whether the stages of each rank are within its limit."""
+    return bool(np.all(np.array(rank_bytes(partition, schedule)) <= limit_bytes))
+
+
 def rank_bytes(partition: Partition, schedule: Schedule) -> tuple[float, ...]:
     """Bytes of a device of each rank of the pipeline."""
     return tuple(
@@ -53,7 +67,7 @@ def stage_times(blocks: Blocks, partition: Partition, link: tuple[float, float])
 
 
 def recut(
-    blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float], limit_bytes: float
+    blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float], limit_bytes: Limits
 ) -> Partition:
     """The cut `found`, changed by moves of a block from one stage to another as long as that shortens the simulated
     step and each rank stays within its limit.
@@ -67,7 +81,8 @@ def recut(
 
     def seconds(cuts: np.ndarray) -> np.ndarray:
         num, used, once_s = (_at(spans, cuts, name) for name in ("num", "bytes", "once_s"))
-        fits = np.isfinite(_at(spans, cuts, "times_s")).all(axis=1) & (_most_of_rank(used, schedule) <= limit_bytes)
+        within = (_of_ranks(used, schedule) <= np.asarray(limit_bytes)).all(axis=1)
+        fits = np.isfinite(_at(spans, cuts, "times_s")).all(axis=1) & within
         step = _times_of(blocks, cuts, num, schedule, link) + _most_of_rank(once_s, schedule)
         return np.where(fits, step, np.inf)
 
@@ -84,7 +99,7 @@ def recut(
     return found if tuple(ends[0, :-1]) == found.starts else cut_at(spans, ends[0].tolist())
 
 
-def with_all_memory(blocks: Blocks, found: Partition, schedule: Schedule, limit_bytes: float) -> Partition:
+def with_all_memory(blocks: Blocks, found: Partition, schedule: Schedule, limit_bytes: Limits) -> Partition:
     """The cut `found` with as few blocks recomputed as the memory allows that its ranks have left.
 
     Stages of a rank that share its limit leave some of it, each less than a block; together it is enough for blocks of
@@ -92,8 +107,7 @@ def with_all_memory(blocks: Blocks, found: Partition, schedule: Schedule, limit_
     """
     kept, waits, ends = in_flight(schedule), waiting(schedule), (*found.starts, len(blocks.forward_s))
     num, times_s, used = list(found.num_recomputed), list(found.times_s), list(found.memory_bytes)
-    for rank, of_rank in enumerate(rank_bytes(found, schedule)):
-        left = limit_bytes - of_rank
+    for rank, left in enumerate(np.asarray(limit_bytes) - np.array(rank_bytes(found, schedule))):
         for stage in sorted(schedule.stages_of(rank), key=lambda one: kept[one] - waits[one]):
             own, span = blocks.of_stage[stage] if blocks.of_stage else blocks, slice(ends[stage], ends[stage + 1])
             can = own.is_recomputable[span]
@@ -122,15 +136,20 @@ def _moved(ends: np.ndarray) -> np.ndarray:
     return cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
 
 
-def _limits(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+def shared_limits(stages: Partition, schedule: Schedule, limit_bytes: Limits) -> tuple[float, ...]:
+    """The limit of each stage if the stages of a rank share its limit in proportion to their memory in `stages`."""
+    most, limits = rank_bytes(stages, schedule), limits_of_stages(schedule, limit_bytes)
+    return tuple(
+        limit if math.isinf(limit) else limit * size / most[schedule.rank_of(stage)]
+        for stage, (limit, size) in enumerate(zip(limits, stages.memory_bytes, strict=True))
+    )
+
+
+def _limits(found: Partition, schedule: Schedule, limit_bytes: Limits) -> tuple[float, ...]:
     """The limit of each stage: that of its rank where nothing is recomputed, else its share."""
     if not any(found.num_recomputed) or schedule.num_stages == schedule.num_ranks:
-        return (limit_bytes,) * schedule.num_stages
-    most = rank_bytes(found, schedule)
-    return tuple(
-        math.inf if math.isinf(limit_bytes) else limit_bytes * size / most[schedule.rank_of(stage)]
-        for stage, size in enumerate(found.memory_bytes)
-    )
+        return limits_of_stages(schedule, limit_bytes)
+    return shared_limits(found, schedule, limit_bytes)
 
 
 def _ends(blocks: Blocks, partition: Partition) -> np.ndarray:
@@ -145,7 +164,12 @@ def _at(spans: Sequence[Spans], cuts: np.ndarray, name: str) -> np.ndarray:
 
 def _most_of_rank(of_stage: np.ndarray, schedule: Schedule) -> np.ndarray:
     """f64[cuts]: the largest sum over the stages of a rank, from f64[cuts, stages]."""
-    return of_stage.reshape(len(of_stage), -1, schedule.num_ranks).sum(axis=1).max(axis=1)
+    return _of_ranks(of_stage, schedule).max(axis=1)
+
+
+def _of_ranks(of_stage: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """f64[cuts, ranks]: the sums over the stages of each rank, from f64[cuts, stages]."""
+    return of_stage.reshape(len(of_stage), -1, schedule.num_ranks).sum(axis=1)
 
 
 def _times_of(

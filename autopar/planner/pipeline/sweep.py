@@ -9,22 +9,26 @@ import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.stage_transfer import transfer
-from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
 from autopar.planner.pipeline.hand_points import Model, num_data, points, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import (
+    Limits,
+    fits_ranks,
     in_flight,
+    limits_of_stages,
     rank_bytes,
     recut,
+    shared_limits,
     stage_times,
     time_of,
     waiting,
     with_all_memory,
 )
 from autopar.planner.promise import rough_step_s
+from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import sub_mesh
 from autopar.sbp.assignment import Assignment
@@ -101,20 +105,19 @@ def sweep(
     model: Model,
     meshes: Iterable[tuple[int, Mesh]],
     cluster: Cluster,
+    request: PlanRequest,
     *,
-    training: Training,
-    limit_bytes: float,
-    num_microbatches: Sequence[int] = (),
-    schedules: Sequence[str] = SCHEDULES,
     deadline: Deadline = NEVER,
 ) -> list[Staged]:
     """The points that fit, fastest first, without most of those that are far slower.
 
     `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
-    "tp", otherwise on every choice of inner axes. `num_microbatches`: the numbers to try, by default the powers of two
-    that fill the pipeline. The most promising points are tried first, and a few of them after `deadline`.
+    "tp", otherwise on every choice of inner axes. If the `request` asks for no number of microbatches, the powers of
+    two are tried that fill the pipeline. The most promising points are tried first, and a few of them after `deadline`.
     """
-    meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, training, limit_bytes)
+    meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, request)
+    schedules = SCHEDULES if request.schedule is None else (request.schedule,)
+    num_microbatches = () if request.num_microbatches is None else (request.num_microbatches,)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
 
     def is_last() -> bool:
@@ -124,7 +127,7 @@ def sweep(
     for num_ranks, mesh in meshes if cluster.groups is None else ():
         check_mesh(cluster, num_ranks * mesh.num_devices)
     usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
-    rough_s = rough_step_s(model.graph, model.starts, cluster, training)
+    rough_s = rough_step_s(model.graph, model.starts, cluster, request.training)
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         late += deadline.is_past and bool(plans)
@@ -143,7 +146,7 @@ def sweep(
 
 
 def named_point(
-    name: str, costs: HandCosts, model: Model, mesh: Mesh, cluster: Cluster, training: Training, limit_bytes: float
+    name: str, costs: HandCosts, model: Model, mesh: Mesh, cluster: Cluster, request: PlanRequest
 ) -> Staged | None:
     """The point of the sweep of this name and these costs; None if there is none on `mesh`, the stages first, or on
     another one of as many devices.
@@ -152,7 +155,7 @@ def named_point(
     if found is None:
         return None
     num_ranks, num = int(found["ranks"]), int(found["num"])
-    shared = _Sweep(model, cluster, training, limit_bytes)
+    shared = _Sweep(model, cluster, request)
     for sub in dict.fromkeys(_sub_meshes(found["plan"], num_ranks, mesh)):
         try:
             plan = parse_hand_plan(found["plan"], sub)
@@ -183,8 +186,7 @@ class _Sweep:
 
     model: Model
     cluster: Cluster
-    training: Training
-    limit_bytes: float
+    request: PlanRequest
 
     def on(
         self,
@@ -203,12 +205,13 @@ class _Sweep:
         def is_needed(plan: HandPlan) -> bool:
             return plan.flavour != "zero3" or replace(plan, flavour="zero2") not in fitting
 
-        given = plans, num, mesh, self.cluster, self.training
+        given = plans, num, mesh, self.cluster, self.request.training
+        limits_bytes = self.request.rank_limits(self.cluster, num_ranks)
         for plan, assignment, blocks in profiled(self.model, *given, is_needed):
             fitting.add(plan)
             for schedule in _schedules(num_ranks, num, schedules, len(self.model.starts)):
                 own = as_run(blocks, schedule)
-                cut = _cut(own, schedule, self.limit_bytes)
+                cut = cut_within(own, schedule, limits_bytes)
                 if cut is None or any(cut.num_recomputed):
                     fitting.discard(plan)
                 if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
@@ -230,24 +233,26 @@ class _Sweep:
         """The point with a better cut, if that is worth it."""
         mesh, schedule = point.mesh, point.schedule
         link = transfer(self.cluster, schedule.num_ranks, mesh.num_devices)
-        asked = (point.plan,), schedule.num_microbatches, mesh, self.cluster, self.training
+        asked = (point.plan,), schedule.num_microbatches, mesh, self.cluster, self.request.training
         ((_, _, blocks),) = profiled(self.model, *asked)
         own = as_run(blocks, schedule)
-        cut = recut(own, point.partition, schedule, link, self.limit_bytes)
+        limits_bytes = self.request.rank_limits(self.cluster, schedule.num_ranks)
+        cut = recut(own, point.partition, schedule, link, limits_bytes)
         step_s = time_of(own, cut, schedule, link)
         return replace(point, partition=cut, step_s=step_s) if step_s <= _WORTH * point.step_s else point
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:
-        """Whether an even share of all parameters and their state, and what `plan` gathers of them, fits a device.
+        """Whether even shares of all parameters and their state, and what `plan` gathers of them, may fit the devices.
 
         `num`: of microbatches.
         """
         data = num_data(plan, mesh)
         parameters = [item.value for item in self.model.graph.of_kind("parameter")]
         own_bytes, elements = sum(x.stored_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
-        stored = (2 * own_bytes + elements * self.training.state_bytes) / (num_ranks * mesh.num_devices)
+        stored = (2 * own_bytes + elements * self.request.training.state_bytes) / (num_ranks * mesh.num_devices)
         gathered = own_bytes * data / (mesh.num_devices * num_ranks) if plan.flavour == "zero2" else 0.0
-        return stored + gathered * (2 if num > 1 else 1) <= self.limit_bytes
+        mean = sum(self.request.rank_limits(self.cluster, num_ranks)) / num_ranks
+        return stored + gathered * (2 if num > 1 else 1) <= mean
 
     def as_whole(self, point: Staged) -> Iterator[tuple[HandPlan, int, Mesh, int]]:
         """The point with whole parameters on the data axes, which need no gathering, if they may fit: (plan, ranks of
@@ -263,37 +268,41 @@ def lightest(
     model: Model,
     meshes: Iterable[tuple[int, Mesh]],
     cluster: Cluster,
+    request: PlanRequest,
     *,
-    training: Training,
-    num_microbatches: Sequence[int] = (),
-    schedules: Sequence[str] = LIGHTEST,
     deadline: Deadline = NEVER,
 ) -> Staged | None:
     """The point of the sweep with the least memory of a device, to a thousandth, among those tried by `deadline`.
 
-    None if no schedule can run.
+    The memory of each rank counts in proportion to its limit, as bytes of the rank with the most. None if no schedule
+    can run.
     """
-    best: Staged | None = None
+    best, least = None, math.inf
+    schedules = (request.schedule,) if request.schedule else LIGHTEST
+    num_microbatches = () if request.num_microbatches is None else (request.num_microbatches,)
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
+        limits = np.array(request.rank_limits(cluster, num_ranks))
+        sizes = limits / limits.max() if np.isfinite(limits).all() else np.ones(num_ranks)
         if deadline.is_past and best is not None:
             break
-        for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, training):
+        for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, request.training):
             for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
-                part = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)
+                part = _lightest_cut(as_run(blocks, schedule), schedule, sizes, least)
                 if part is not None:
                     best = Staged(plan, mesh, schedule, part, 0.0, assignment)
+                    least = float((np.array(best.rank_bytes) / sizes).max())
     return best
 
 
-def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> Partition | None:
-    """The cut with the least memory; None if that is not below `below` bytes."""
-    cut = _cut(blocks, schedule, below * (1 - _PRECISION))
+def _lightest_cut(blocks: Blocks, schedule: Schedule, sizes: np.ndarray, below: float) -> Partition | None:
+    """The cut with the least memory, each rank's over its share of `sizes`; None if that is not below `below` bytes."""
+    cut = cut_within(blocks, schedule, below * (1 - _PRECISION) * sizes)
     if cut is None:
         return None
-    low, high = 0.0, max(cut.memory_bytes)
+    low, high = 0.0, float((np.array(rank_bytes(cut, schedule)) / sizes).max())
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        lighter = _cut(blocks, schedule, middle)
+        lighter = cut_within(blocks, schedule, middle * sizes)
         low, high, cut = (low, middle, lighter) if lighter is not None else (middle, high, cut)
     return cut
 
@@ -323,7 +332,7 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
     return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)
 
 
-def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float) -> Partition | None:
+def cut_within(blocks: Blocks, schedule: Schedule, limit_bytes: Limits) -> Partition | None:
     """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
 
     It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
@@ -333,24 +342,20 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float) -> Partition | 
     def cut(limits: float | Sequence[float]) -> Partition | None:
         return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule))
 
+    own = limits_of_stages(schedule, limit_bytes)
     if schedule.num_stages == schedule.num_ranks:
-        return cut(limit_bytes)
+        return cut(own)
     free = cut(math.inf)
-    if free is None or max(rank_bytes(free, schedule)) <= limit_bytes:
+    if free is None or fits_ranks(free, schedule, limit_bytes):
         return free
-    shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(_shares(free, schedule, limit_bytes))
+    even = [limit * schedule.num_ranks / schedule.num_stages for limit in own]
+    shared = cut(even), cut(shared_limits(free, schedule, limit_bytes))
     filled = (with_all_memory(blocks, one, schedule, limit_bytes) for one in shared if one is not None)
     return min(filled, key=lambda one: _most_of_rank_s(one, schedule), default=None)
 
 
 def _most_of_rank_s(cut: Partition, schedule: Schedule) -> float:
     return max(sum(cut.times_s[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-
-
-def _shares(stages: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
-    """The limit of each stage if the stages of a rank share its limit in proportion to their memory in `stages`."""
-    most = rank_bytes(stages, schedule)
-    return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(stages.memory_bytes))
 
 
 def _busy_s(blocks: Blocks, stages: Partition, schedule: Schedule) -> float:

@@ -20,6 +20,7 @@ OTHERS = {
     "stored": {PARAMETER.fqn: "S(0)"},
     "excluded": {GRAPH.ops[0].name: ("R -> R",)},
     "memory_limit_bytes": 1e9,
+    "memory_share": 0.5,
     "training": Training("sgd"),
     "time_limit_s": 1.0,
     "num_microbatches": 2,

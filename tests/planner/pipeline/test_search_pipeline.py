@@ -97,7 +97,7 @@ def test_the_sweep_has_the_best_plan_with_whole_parameters() -> None:
     graph = trace(example.model, example.args, dict(example.kwargs))
     model = model_in_stages(graph, Devices(1024), wanted)
     found = sweep_stages(model, Devices(1024), H100, wanted, Budget.of(300.0))
-    sweep = _Sweep(model, H100, Training(), wanted.limit_bytes)
+    sweep = _Sweep(model, H100, wanted)
     kinds = {(one.plan.tensor_axes, one.mesh, one.schedule.num_ranks, one.schedule.num_microbatches) for one in found}
     every = [
         point for axes, *place in kinds for point in sweep.on((HandPlan(axes, bool(axes), "ddp"),), *place, SCHEDULES)

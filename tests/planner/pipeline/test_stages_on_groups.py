@@ -1,6 +1,7 @@
 """Stages on groups of devices that differ: the cut by each group's own speed."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -8,28 +9,29 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.device_groups import joined
-from autopar.costmodel.cluster.load_cluster import LinkLevel, load_cluster
-from autopar.errors import MeshError
+from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, load_cluster
+from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
+from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
 from autopar.planner.pipeline.hand_points import model_of
-from autopar.planner.pipeline.partition import partition
+from autopar.planner.pipeline.partition import Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, stage_times, waiting
-from autopar.planner.pipeline.sweep import as_run, sweep
+from autopar.planner.pipeline.sweep import Staged, as_run, cut_within, sweep
 from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages, plan_by_hand
 from autopar.plans.staged_plan import StagedPlan
 from autopar.schedule.orders import Schedule
 from bench.problem import example_of, graph_of
 from bench.suite import Case
-from tests.planner.pipeline.test_partition import _random_blocks
+from tests.planner.pipeline.test_partition import _random_blocks, _stage
 
 V100, P100 = load_cluster("v100"), load_cluster("p100")
 LINK = LinkLevel(0, V100.levels[0].latency_s, V100.levels[0].bandwidth_bytes_per_s)
 CLUSTER = joined([(2, V100), (2, P100)])
-MESH = Mesh((2, 2), ("pp", "dp"))
+MESH, MESH_OF_RANK = Mesh((2, 2), ("pp", "dp")), Mesh((2,), ("dp",))
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,83 @@ def test_the_cut_is_that_of_brute_force(seed: int) -> None:
 
 
 def test_a_point_of_the_sweep_is_its_stages_each_on_its_own_devices(graph) -> None:
-    model, request = model_of(graph, fold(graph), num_stages=2), PlanRequest()
-    asked = {"training": request.training, "limit_bytes": 1e12, "num_microbatches": (4,), "schedules": ("1f1b",)}
-    point = sweep(model, ((2, Mesh((2,), ("dp",))),), CLUSTER, **asked)[0]
+    model = model_of(graph, fold(graph), num_stages=2)
+    request = PlanRequest(memory_limit_bytes=1e12, num_microbatches=4, schedule="1f1b")
+    point = sweep(model, ((2, Mesh((2,), ("dp",))),), CLUSTER, request)[0]
     plan = plan_by_hand(model, point, CLUSTER, request.training)
     assert [stage.cluster for stage in plan.stages] == [V100, P100]
     assert plan.step_s == pytest.approx(point.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("limits", [(40.0, 80.0), (80.0, 40.0), (40.0, math.inf)])
+def test_each_stage_keeps_to_the_limit_of_its_own_devices(seed: int, limits: tuple[float, float]) -> None:
+    """The first of three ranks is of one group, the others are of another: recomputation, too, by each one's limit."""
+    blocks = _random_blocks(np.random.default_rng(seed), 9)
+    slow = replace(blocks, forward_s=2 * blocks.forward_s, backward_s=2 * blocks.backward_s)
+    schedule, each = Schedule("1f1b", 3, 3, 6), (blocks, slow, slow)
+    own, own_limits = as_run(replace(blocks, by_group=((2, blocks), (4, slow))), schedule), (limits[0], *2 * limits[1:])
+
+    def step_s(ends: tuple[int, ...]) -> float:
+        stages = zip(each, ends, ends[1:], in_flight(schedule), own_limits)
+        return max(_stage(one, a, b, kept, limit) for one, a, b, kept, limit in stages)
+
+    best = min(step_s((0, *cuts, 9)) for cuts in itertools.combinations(range(1, 9), 2))
+    found = cut_within(own, schedule, own_limits)
+    assert (best == math.inf) == (found is None)
+    if found is not None:
+        times = zip((*found.starts, 9), (*found.starts[1:], 9), each, in_flight(schedule), own_limits)
+        exact = max(_stage(one, a, b, kept, limit) for a, b, one, kept, limit in times)
+        assert exact == pytest.approx(best, rel=0.1) and max(found.times_s) <= best * (1 + 1e-9)
+        assert all(used <= limit + 1e-9 for used, limit in zip(found.memory_bytes, own_limits))
+
+
+def _with_memory(cluster: Cluster, mib: int) -> Cluster:
+    """The devices with so much memory that a plan may use."""
+    return replace(cluster, memory_bytes=math.ceil(mib * 2**20 / 0.9))
+
+
+@pytest.mark.parametrize("mib", [(900, 8000), (8000, 600)])
+def test_the_cut_within_the_memory_of_each_group_is_that_of_brute_force(graph, mib: tuple[int, int]) -> None:
+    small = joined([(2, _with_memory(V100, mib[0])), (2, _with_memory(P100, mib[1]))])
+    model = model_of(graph, fold(graph), num_stages=2)
+    request = PlanRequest(num_microbatches=4, schedule="1f1b").on(small)
+    points, limits = sweep(model, ((2, MESH_OF_RANK),), small, request), [size * 2**20 for size in mib]
+    assert request.rank_limits(small, 2) == pytest.approx(limits)
+
+    def by_hand(point: Staged, start: int) -> StagedPlan:
+        cut = Partition((0, start), (0, 0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+        return plan_by_hand(model, replace(point, partition=cut), small, request.training)
+
+    flavours = {point.plan: point for point in points}.values()
+    every = [by_hand(point, start) for point in flavours for start in range(1, len(model.starts))]
+    fitting = [plan for plan in every if all(used <= limit for used, limit in zip(plan.memory_bytes, limits))]
+    best = min(fitting, key=lambda plan: plan.step_s)
+    assert max(best.memory_bytes) > min(limits)  # it does not fit in the least of all
+    least = sweep(model, ((2, MESH_OF_RANK),), small, replace(request, memory_limit_bytes=min(limits)))
+    assert points[0].step_s < min((point.step_s for point in least), default=math.inf)
+    written = plan_by_hand(model, points[0], small, request.training)
+    assert written.step_s <= 1.02 * best.step_s
+    assert all(used <= 1.01 * limit for used, limit in zip(written.memory_bytes, limits))
+
+
+def test_peaks_are_within_the_limit_of_each_group_and_the_plan_says_so(graph) -> None:
+    small = joined([(2, _with_memory(V100, 900)), (2, _with_memory(P100, 8000))])
+    asked = PlanRequest(num_microbatches=4, schedule="1f1b")
+    plan = choose_plan(graph, MESH, small, asked, predict=rank_peaks)
+    assert plan.peak_bytes[0] <= 900 * 2**20 < plan.peak_bytes[1]
+    assert "(limit 900 MiB on rank 0, 7.81 GiB on rank 1)" in plan.explain()
+    assert [stage.memory_limit_bytes <= 900 * 2**20 for stage in plan.stages] == [True, False]
+    again = StagedPlan.loads(plan.dumps(), graph, MESH, is_own=True)
+    assert again.rank_limits_bytes == plan.rank_limits_bytes
+    least = choose_plan(graph, MESH, small, replace(asked, memory_limit_bytes=900 * 2**20), predict=rank_peaks)
+    assert max(least.peak_bytes) <= 900 * 2**20
+
+
+def test_a_group_whose_limit_nothing_meets_is_named(graph) -> None:
+    small = joined([(2, V100), (2, _with_memory(P100, 60))])
+    with pytest.raises(InfeasibleError, match=r"per device of rank 1: .* the limit of rank 1 of the pipeline"):
+        choose_plan(graph, MESH, small, PlanRequest(num_microbatches=4, schedule="1f1b"))
 
 
 def test_groups_of_the_same_devices_are_cut_like_one(graph) -> None:
