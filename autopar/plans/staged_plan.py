@@ -10,7 +10,7 @@ import torch
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import local_bytes, rank_limits
 from autopar.costmodel.roofline import weight_gradients_s
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import transfers
 from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
@@ -65,8 +65,8 @@ class StagedPlan(BasePlan):
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
         """The times of each stage for a microbatch."""
-        link = transfer(self.cluster, self.schedule.num_ranks, self.stages[0].mesh.num_devices)
-        sent = [self._sent_s(stage, link) for stage in range(1, len(self.stages))]
+        links = transfers(self.cluster, self.schedule.num_ranks, self.stages[0].mesh.num_devices)
+        sent = [self._sent_s(at, links[self.schedule.rank_of(at)]) for at in range(len(self.stages) - 1)]
         stage_times = []
         for stage, plan in enumerate(self.stages):
             forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
@@ -76,8 +76,8 @@ class StagedPlan(BasePlan):
         return tuple(stage_times)
 
     def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
-        """Seconds of the p2p of the boundary tensors that `stage` receives."""
-        return link[0] + sum(self.sent_bytes(stage - 1)) / link[1]
+        """Seconds of the p2p of the boundary tensors that `stage` sends."""
+        return link[0] + sum(self.sent_bytes(stage)) / link[1]
 
     def sent_bytes(self, stage: int, *, only_gradients: bool = False) -> list[int]:
         """Bytes of each boundary tensor that a rank of `stage` sends for a microbatch, or of each whose gradient comes

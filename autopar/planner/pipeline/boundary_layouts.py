@@ -12,7 +12,7 @@ from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.pricing.options import Stored
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import value_classes
 from autopar.ir.folding.segments import ends_apart, segmented
@@ -164,7 +164,8 @@ class OpenStages:
         self.request = replace(self.request, crossing={})
         self.budget = budget
         self.values, self.shared = _values(cut), shared_extents(cut.stages[0].graph, (), mesh)
-        self.order, self.link = ordered(point.schedule), transfer(cluster, point.schedule.num_ranks, mesh.num_devices)
+        self.order, links = ordered(point.schedule), transfers(cluster, point.schedule.num_ranks, mesh.num_devices)
+        self.links = [links[self.schedule.rank_of(number)] for number in range(len(cut.stages))]
         self.kinds = [
             (
                 cluster_of_rank(cluster, self.schedule.rank_of(number), self.schedule.num_ranks),
@@ -197,7 +198,7 @@ class OpenStages:
 
     def _simulated(self, times: list[float], sent: list[float]) -> float:
         """Seconds of a step from the time of each stage, a third of it for forward and for each part of backward."""
-        sent_s = [self.link[0] + num_bytes / self.link[1] if num_bytes else 0.0 for num_bytes in sent]
+        sent_s = [latency_s + num / rate if num else 0.0 for num, (latency_s, rate) in zip(sent, self.links)]
         each = [
             StageTimes(time_s / 3, time_s / 3, time_s / 3, ahead_s, back_s)
             for time_s, ahead_s, back_s in zip(times, sent_s, [0.0, *sent_s])

@@ -15,6 +15,8 @@ from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
 _MOST_MOVES, _FURTHEST = 32, 32
 
 
+# (latency in seconds, bytes/s) from any rank of the pipeline to the next, or from each, of the last to the first
+Links = tuple[float, float] | tuple[tuple[float, float], ...]
 Limits = float | Sequence[float] | np.ndarray  # bytes of a device of any rank of the pipeline, or of each
 
 
@@ -53,22 +55,20 @@ def _ordered(schedule: Schedule) -> Order:
     return ordered(schedule)
 
 
-def time_of(blocks: Blocks, partition: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
+def time_of(blocks: Blocks, partition: Partition, schedule: Schedule, links: Links) -> float:
     """Seconds of a step: the simulated schedule, and the most work once a step of a rank."""
     num, once_s = np.array([partition.num_recomputed]), np.array([partition.once_s])
-    times_s = _times_of(blocks, _ends(blocks, partition), num, schedule, link) + _most_of_rank(once_s, schedule)
+    times_s = _times_of(blocks, _ends(blocks, partition), num, schedule, links) + _most_of_rank(once_s, schedule)
     return float(times_s[0])
 
 
-def stage_times(blocks: Blocks, partition: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
-    """The times of each stage for a microbatch; `link`: (latency in seconds, bytes/s) to the next stage."""
-    times = _stage_times(blocks, _ends(blocks, partition), np.array([partition.num_recomputed]), link)[..., 0]
+def stage_times(blocks: Blocks, partition: Partition, links: Links) -> tuple[StageTimes, ...]:
+    """The times of each stage for a microbatch."""
+    times = _stage_times(blocks, _ends(blocks, partition), np.array([partition.num_recomputed]), links)[..., 0]
     return tuple(StageTimes(*own) for own in times.tolist())
 
 
-def recut(
-    blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float], limit_bytes: Limits
-) -> Partition:
+def recut(blocks: Blocks, found: Partition, schedule: Schedule, links: Links, limit_bytes: Limits) -> Partition:
     """The cut `found`, changed by moves of a block from one stage to another as long as that shortens the simulated
     step and each rank stays within its limit.
 
@@ -83,11 +83,11 @@ def recut(
         num, used, once_s = (_at(spans, cuts, name) for name in ("num", "bytes", "once_s"))
         within = (_of_ranks(used, schedule) <= np.asarray(limit_bytes)).all(axis=1)
         fits = np.isfinite(_at(spans, cuts, "times_s")).all(axis=1) & within
-        step = _times_of(blocks, cuts, num, schedule, link) + _most_of_rank(once_s, schedule)
+        step = _times_of(blocks, cuts, num, schedule, links) + _most_of_rank(once_s, schedule)
         return np.where(fits, step, np.inf)
 
     ends = _ends(blocks, found)
-    least_s = time_of(blocks, found, schedule, link)
+    least_s = time_of(blocks, found, schedule, links)
     for _ in range(_MOST_MOVES):
         moved = _moved(ends[0])
         if not len(moved):
@@ -172,20 +172,18 @@ def _of_ranks(of_stage: np.ndarray, schedule: Schedule) -> np.ndarray:
     return of_stage.reshape(len(of_stage), -1, schedule.num_ranks).sum(axis=1)
 
 
-def _times_of(
-    blocks: Blocks, cuts: np.ndarray, num: np.ndarray, schedule: Schedule, link: tuple[float, float]
-) -> np.ndarray:
+def _times_of(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, schedule: Schedule, links: Links) -> np.ndarray:
     """f64[cuts]: seconds of the simulated schedule."""
-    times = _stage_times(blocks, cuts, num, link)
+    times = _stage_times(blocks, cuts, num, links)
     if schedule.num_stages == 1:
         return schedule.num_microbatches * times[0, :3].sum(axis=0)
     return step_s(_ordered(schedule), times)
 
 
-def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, link: tuple[float, float]) -> np.ndarray:
+def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, links: Links) -> np.ndarray:
     """f64[stages, 5, cuts]: the times of each stage, as in `StageTimes`, which recomputes `num`[cut, stage] blocks."""
     if blocks.of_stage:
-        each = [_stage_times(own, cuts, num, link)[stage : stage + 1] for stage, own in enumerate(blocks.of_stage)]
+        each = [_stage_times(own, cuts, num, links)[stage : stage + 1] for stage, own in enumerate(blocks.of_stage)]
         return np.concatenate(each)
     starts, stops, last = cuts[:, :-1], cuts[:, 1:], len(blocks.forward_s)
     can = np.where(blocks.is_recomputable, blocks.forward_s, 0.0)
@@ -195,12 +193,13 @@ def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, link: tuple[
         return ends[stops] - ends[starts]
 
     weight_s, again_s = total(blocks.weight_s), total(can) * num / np.maximum(1, total(blocks.is_recomputable))
-    sent_s = link[0] + np.append(blocks.entering_bytes, 0.0) / link[1]
+    latency_s, rate = np.resize(np.reshape(links, (-1, 2)), (cuts.shape[1] - 1, 2)).T  # stages go round the ranks
+    sent_bytes = np.append(blocks.entering_bytes, 0.0)
     columns = (
         total(blocks.forward_s),
         total(blocks.backward_s) - weight_s + again_s,
         weight_s,
-        np.where(stops < last, sent_s[stops], 0.0),
-        np.where(starts > 0, sent_s[starts], 0.0),
+        np.where(stops < last, latency_s + sent_bytes[stops] / rate, 0.0),
+        np.where(starts > 0, np.roll(latency_s, 1) + sent_bytes[starts] / np.roll(rate, 1), 0.0),
     )
     return np.stack(columns).transpose(2, 0, 1)

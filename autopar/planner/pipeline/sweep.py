@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
@@ -200,7 +200,7 @@ class _Sweep:
         """The plans on a sub-mesh of `num_ranks` in a pipeline, with `num` microbatches; without those that take longer
         than `beat_s` even if no rank is ever idle, and those that save memory which others like them need not save.
         """
-        link, fitting = transfer(self.cluster, num_ranks, mesh.num_devices), set[HandPlan]()
+        links, fitting = transfers(self.cluster, num_ranks, mesh.num_devices), set[HandPlan]()
 
         def is_needed(plan: HandPlan) -> bool:
             return plan.flavour != "zero3" or replace(plan, flavour="zero2") not in fitting
@@ -215,7 +215,7 @@ class _Sweep:
                 if cut is None or any(cut.num_recomputed):
                     fitting.discard(plan)
                 if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
-                    time_s = float(time_of(own, cut, schedule, link))
+                    time_s = float(time_of(own, cut, schedule, links))
                     yield Staged(plan, mesh, schedule, cut, time_s, assignment)
 
     def recut(self, found: Sequence[Staged], deadline: Deadline) -> list[Staged]:
@@ -232,13 +232,13 @@ class _Sweep:
     def recut_alone(self, point: Staged) -> Staged:
         """The point with a better cut, if that is worth it."""
         mesh, schedule = point.mesh, point.schedule
-        link = transfer(self.cluster, schedule.num_ranks, mesh.num_devices)
+        links = transfers(self.cluster, schedule.num_ranks, mesh.num_devices)
         asked = (point.plan,), schedule.num_microbatches, mesh, self.cluster, self.request.training
         ((_, _, blocks),) = profiled(self.model, *asked)
         own = as_run(blocks, schedule)
         limits_bytes = self.request.rank_limits(self.cluster, schedule.num_ranks)
-        cut = recut(own, point.partition, schedule, link, limits_bytes)
-        step_s = time_of(own, cut, schedule, link)
+        cut = recut(own, point.partition, schedule, links, limits_bytes)
+        step_s = time_of(own, cut, schedule, links)
         return replace(point, partition=cut, step_s=step_s) if step_s <= _WORTH * point.step_s else point
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:

@@ -10,14 +10,15 @@ import pytest
 
 from autopar.costmodel.cluster.device_groups import joined
 from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, load_cluster
+from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
-from autopar.planner.pipeline.hand_points import model_of
-from autopar.planner.pipeline.partition import Partition, partition
+from autopar.planner.pipeline.hand_points import Model, model_of, profiled
+from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, stage_times, waiting
 from autopar.planner.pipeline.sweep import Staged, as_run, cut_within, sweep
 from autopar.planner.request import PlanRequest
@@ -141,6 +142,35 @@ def test_a_group_whose_limit_nothing_meets_is_named(graph) -> None:
     small = joined([(2, V100), (2, _with_memory(P100, 60))])
     with pytest.raises(InfeasibleError, match=r"per device of rank 1: .* the limit of rank 1 of the pipeline"):
         choose_plan(graph, MESH, small, PlanRequest(num_microbatches=4, schedule="1f1b"))
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 4), ("interleaved", 8)])
+def test_only_sends_across_are_by_the_link_between_groups(graph, schedule: str, num_stages: int) -> None:
+    """Ranks 0 and 1 are of V100 in one node, ranks 2 and 3 of P100 in nodes of one: sends by NVLink, the slow link,
+    and P100's network, and where stages go round, by the slow link again.
+    """
+    alone = replace(P100, levels=(LinkLevel(0, 3e-5, 1e9),))
+    slow, model = joined([(4, V100), (4, alone)], LinkLevel(0, 1e-3, 1e8)), model_of(graph, fold(graph), num_stages=8)
+    request = PlanRequest(num_microbatches=8, schedule=schedule).on(slow)
+    points = sweep(model, ((4, MESH_OF_RANK),), slow, request)
+    point = next(one for one in points if one.schedule.num_stages == num_stages)
+    plan = plan_by_hand(model, point, slow, request.training)
+    assert plan.step_s == pytest.approx(point.step_s, rel=0.02)
+    by_rank = [V100.levels[0], LinkLevel(0, 1e-3, 1e8), alone.levels[0], LinkLevel(0, 1e-3, 1e8)]
+    for number, times in enumerate(plan.times[:-1]):
+        link, num_bytes = by_rank[number % 4], sum(plan.sent_bytes(number))
+        assert times.send_s == pytest.approx(link.latency_s + num_bytes / link.bandwidth_bytes_per_s)
+        assert plan.times[number + 1].send_back_s == times.send_s
+    assert plan.times[-1].send_s == plan.times[0].send_back_s == 0.0
+    swept = stage_times(as_run(_blocks(model, point, slow), point.schedule), point.partition, transfers(slow, 4, 2))
+    for planned, by_sweep in zip(plan.times, swept):
+        assert (by_sweep.send_s, by_sweep.send_back_s) == pytest.approx((planned.send_s, planned.send_back_s), rel=0.02)
+
+
+def _blocks(model: Model, point: Staged, cluster: Cluster) -> Blocks:
+    asked = (point.plan,), point.schedule.num_microbatches, point.mesh, cluster, PlanRequest().training
+    ((_, _, blocks),) = profiled(model, *asked)
+    return blocks
 
 
 def test_groups_of_the_same_devices_are_cut_like_one(graph) -> None:
