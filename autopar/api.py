@@ -355,7 +355,7 @@ def _with_notes(plan: Plan | StagedPlan) -> Plan | StagedPlan:
 
 
 def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
-    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
+    return staged_plan.check_order(plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan))
 
 
 def _splits(mesh: Mesh | Devices, size: int) -> bool:

@@ -60,8 +60,8 @@ def every_plan(
             plans = tuple(plan for plan in _flavours(mesh) if model.num_samples % (num * _data(plan, mesh)) == 0)
             for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, training):
                 if blocks.state_bytes.sum() / num_ranks <= limit_bytes:
-                    link = transfer(cluster, num_ranks, mesh.num_devices)
-                    yield from _staged(plan, assignment, mesh, num_ranks, num, blocks, link, limit_bytes, recomputed)
+                    place = mesh, cluster, num_ranks, num
+                    yield from _staged(plan, assignment, *place, blocks, limit_bytes, recomputed)
 
 
 def _flavours(mesh: Mesh) -> Iterator[HandPlan]:
@@ -82,13 +82,14 @@ def _staged(
     plan: HandPlan,
     assignment: Assignment,
     mesh: Mesh,
+    cluster: Cluster,
     num_ranks: int,
     num: int,
     blocks: Blocks,
-    link: tuple[float, float],
     limit_bytes: float,
     recomputed: Sequence[str],
 ) -> Iterator[Written]:
+    link = transfer(cluster, num_ranks, mesh.num_devices)
     for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
         run = as_run(blocks, schedule)
         own = replace(run, is_recomputable=blocks.is_recomputable)
@@ -105,7 +106,7 @@ def _staged(
                         f"recompute {again}",
                     )
                     step_s = float(time_of(own, found, schedule, link))
-                    yield Written(",".join(words), Staged(plan, mesh, schedule, found, step_s, assignment))
+                    yield Written(",".join(words), Staged(plan, mesh, schedule, found, step_s, assignment, cluster))
 
 
 def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:

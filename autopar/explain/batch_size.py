@@ -48,7 +48,17 @@ def too_small(plan: Plan | StagedPlan) -> TooSmall | None:
 def notes(plan: Plan | StagedPlan) -> tuple[str, ...]:
     """Remarks that a user should read before running the plan."""
     small = too_small(plan)
-    return (*((str(small),) if small else ()), *_unpredicted(plan))
+    return (*((str(small),) if small else ()), *_unpredicted(plan), *_reordered(plan))
+
+
+def _reordered(plan: Plan | StagedPlan) -> Iterator[str]:
+    groups = plan.cluster.groups
+    if groups is not None and groups.reordered_from:
+        yield (
+            f"The groups of devices lie along the ranks in the order {plan.cluster.name}, not in that of"
+            f" {groups.reordered_from}. To run it, start the ranks in this order, and plan for the cluster in this"
+            " order; a mesh with axes, such as 'pp=2,dp=4', keeps the order that the ranks have."
+        )
 
 
 def _unpredicted(plan: Plan | StagedPlan) -> Iterator[str]:

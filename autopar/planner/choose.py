@@ -21,6 +21,7 @@ from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.proof.unknown_ops import with_unknown_ops
+from autopar.units import format_seconds
 
 # If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
@@ -93,7 +94,7 @@ def choose_plan(
                 pending.append(way)  # if the other way gives no plan
         plan = _better(whole, staged, cluster)
         if plan is None:
-            raise _most_telling(failures)
+            raise _most_telling(failures, to_beat_s)
         ended = f", ended by {budget.ended_by}" if budget.is_spent else ""
         plan = replace(plan, found_by=plan.found_by.removesuffix(ended) + ended, timings=budget.all_timings)
     budget.show("plan", plan)
@@ -152,11 +153,14 @@ def _better(
     return whole if staged.step_s >= (1 - least) * whole.step_s else staged
 
 
-def _most_telling(failures: dict[Way, AutoparError]) -> AutoparError:
-    """The error to raise: that with stages if it names the memory of the lightest of all plans, else the other.
+def _most_telling(failures: dict[Way, AutoparError], to_beat_s: float) -> AutoparError:
+    """The error to raise: that with stages if it names the memory of the lightest of all plans, else the other; without
+    failures, that nothing is fast enough.
 
     With stages it may only say that the batch cannot be cut, or that there is no loss.
     """
+    if not failures:
+        return InfeasibleError(f"no plan is expected to take less than {format_seconds(to_beat_s)}")
     staged = failures.get(Way.STAGED)
     if isinstance(staged, InfeasibleError) or Way.WHOLE not in failures:
         assert staged is not None, "a way failed"

@@ -41,6 +41,7 @@ def choose_devices(
 ) -> Plan | StagedPlan:
     """`choose_plan`, which of a cluster of groups may leave out groups: the plan's mesh has fewer devices then.
 
+    On an open mesh the groups may lie along the ranks in another order than that of the cluster (`reordered_from`).
     Each set of groups is planned unless the sum of its speeds shows that it takes longer than the best plan so far; a
     single group as any cluster, with stages and microbatches. On a mesh with axes the first is shorter by the ranks
     that are left out. The plan's lower bound is of all these. A set is searched for plans that are faster than those of
@@ -63,7 +64,8 @@ def choose_devices(
             notes.append(f"{name} alone take {format_seconds(least_s)} at least")
             continue
         left_s = max(0.0, request.time_limit_s - (perf_counter() - start_s))
-        part = replace(request, time_limit_s=left_s * (_SHARE_OF_ALL if is_all else 1.0))
+        limit_s = left_s * (_SHARE_OF_ALL if is_all else 1.0)
+        part = replace(request, time_limit_s=limit_s, any_order=isinstance(mesh, Devices))
         own = kept[0][1] if len(kept) == 1 else cluster if is_all else joined(kept, cluster.groups.link)
         try:
             found[name] = choose_plan(graph, here, own, part, to_beat_s=to_beat_s, **asked)

@@ -29,6 +29,7 @@ class PlanRequest:
     `excluded`: op -> texts of strategies, or input value -> texts of layouts, that it must not have.
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `memory_share`: the share of it that a plan
     may use by its estimate. `time_limit_s`: of all planning.
+    `any_order`: whether the groups of devices of a cluster may lie along the ranks in another order than they do.
     `shares`: the rows of the batch of each rank of the axis of that name, or "" for the first that can have them; () if
     all get as many. `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether
     `train_step` runs the plan; otherwise, and in inference (`training`), it has one stage and one microbatch.
@@ -45,6 +46,7 @@ class PlanRequest:
     memory_share: float = 1.0
     training: Training = WHOLE_BATCH
     time_limit_s: float = 30.0
+    any_order: bool = False
     shares: tuple[tuple[str, tuple[int, ...]], ...] = ()
     num_microbatches: int | None = None
     schedule: str | None = None

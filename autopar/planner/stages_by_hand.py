@@ -83,7 +83,7 @@ def hand_plan_in_stages(
     if found is None:
         num = len(blocks.forward_s)
         raise PlanError(f"hand plan {text!r}: {num} blocks make no {schedule.num_stages} stages; take fewer")
-    point = Staged(plan, rest, schedule, found, 0.0, assignment)
+    point = Staged(plan, rest, schedule, found, 0.0, assignment, cluster)
     by_hand = plan_by_hand(model, point, cluster, request.training)
     return replace(by_hand, memory_limit_bytes=request.limit_bytes, found_by=f"hand plan {text}")
 

@@ -169,6 +169,18 @@ def _saved(text: str) -> SavedAnyPlan:
     return serialise.loads(SavedStages if serialise.has_stages(text) else SavedPlan, text)
 
 
+def check_order(text: str) -> str:
+    """`text`, of a plan to be run; PlanError if its groups of devices lie in another order than the ranks did."""
+    cluster = _saved(text).cluster
+    if cluster.groups is not None and cluster.groups.reordered_from:
+        raise PlanError(
+            f"the plan has the groups of devices in the order {cluster.name}, the ranks are those of"
+            f" {cluster.groups.reordered_from}: start the ranks in the plan's order and plan for cluster"
+            f" {cluster.name!r}, or plan for a mesh with axes, which keeps the order of the ranks"
+        )
+    return text
+
+
 def mesh_in(text: str) -> Mesh:
     """The mesh of the plan in `text`; PlanError if there is none."""
     return _saved(text).mesh

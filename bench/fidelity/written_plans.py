@@ -92,7 +92,7 @@ def staged(written: WrittenPlan) -> StagedPlan:
         for cut in (("even", "balanced") if written.stages > 1 else ("balanced",))
     )
     partition = next(cut for cut in cuts if cut is not None)
-    point = Staged(plan, mesh, schedule, partition, 0.0, assignment)
+    point = Staged(plan, mesh, schedule, partition, 0.0, assignment, _ANY)
     return plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
 
 

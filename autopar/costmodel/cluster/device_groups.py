@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
 from autopar.costmodel.cluster.hardware import VERSION, Cluster, DeviceGroups, LinkLevel
 
 _HOW = "write e.g. '8 v100-25g + 8 p100', or '8 v100-25g + 8 p100 over 3.1GB/s' to say what joins the groups"
+# The most groups of which all orders are tried.
+_MOST_REORDERED = 3
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -42,7 +45,7 @@ def joined(members: Sequence[tuple[int, Cluster]], link: LinkLevel | None = None
     slowest = link or LinkLevel(
         0, max(one.latency_s for one in outermost), min(one.bandwidth_bytes_per_s for one in outermost)
     )
-    name = name or " + ".join(f"{count} {one.name}" for count, one in members)
+    name = name or _name_of(members)
     kept = tuple((count, one) for count, one in members)
     source = "; ".join(f"{count} {one.name}: {one.source}" for count, one in kept)
     return replace(members[0][1], name=name, source=source, groups=DeviceGroups(kept, replace(slowest, size=0)))
@@ -59,6 +62,34 @@ def seen_by(cluster: Cluster, group: int) -> Cluster:
     between = f"groups joined by {cluster.groups.link.bandwidth_bytes_per_s / 1e9:.3g} GB/s a device"
     source = f"of {own.name}: {own.source}; {between}"
     return replace(own, name=cluster.name, levels=levels, source=source, groups=replace(cluster.groups, seen=group))
+
+
+def orders(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The cluster, and with its groups in each other order along the ranks; alone if it has more than a few groups, or
+    was reordered itself.
+
+    >>> from autopar.costmodel.cluster.load_cluster import load_cluster
+    >>> [one.name for one in orders(load_cluster("8 v100-25g + 4 p100"))]
+    ['8 v100-25g + 4 p100', '4 p100 + 8 v100-25g']
+    """
+    groups = cluster.groups
+    if groups is None or groups.reordered_from or len(groups.members) > _MOST_REORDERED:
+        return (cluster,)
+    found = [cluster]
+    for members in permutations(groups.members):
+        if all(one.groups is None or one.groups.members != members for one in found):
+            found.append(_reordered(joined(members, groups.link), cluster.name))
+    return tuple(found)
+
+
+def _reordered(cluster: Cluster, name: str) -> Cluster:
+    """The cluster as one whose groups lie in another order in the cluster called `name`; "": they do not."""
+    assert cluster.groups is not None, "a cluster of groups"
+    return replace(cluster, groups=replace(cluster.groups, reordered_from=name))
+
+
+def _name_of(members: Sequence[tuple[int, Cluster]]) -> str:
+    return " + ".join(f"{count} {one.name}" for count, one in members)
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +156,7 @@ def groups_from(fields: Mapping[str, Any], load: Callable[[Any], Cluster]) -> Cl
     """The cluster of groups of a JSON object; `load`: a group's cluster, of its name or object. ValueError for what is
     malformed.
     """
-    if unknown := set(fields) - {"version", "name", "groups", "link"}:
+    if unknown := set(fields) - {"version", "name", "groups", "link", "reordered_from"}:
         raise ValueError(f"a cluster of groups has a name, groups and a link, found {sorted(unknown)[0]!r}")
     if fields.get("version", VERSION) != VERSION:
         raise ValueError(f"a cluster of another version: expected {VERSION}, found {fields['version']!r}")
@@ -137,10 +168,11 @@ def groups_from(fields: Mapping[str, Any], load: Callable[[Any], Cluster]) -> Cl
             f'groups are objects with "num_devices" and "cluster", the link one with "latency_s" and'
             f' "bandwidth_bytes_per_s"; found {error!r}'
         ) from error
-    name = fields.get("name", "")
-    if type(name) is not str:
-        raise ValueError(f"expected text as name, found {name!r}")
+    name, other = fields.get("name", ""), fields.get("reordered_from", "")
+    if type(name) is not str or type(other) is not str:
+        raise ValueError(f"expected text as name and reordered_from, found {name!r} and {other!r}")
     cluster = joined(members, link, name)
+    cluster = _reordered(cluster, other)
     seen_by(cluster, 0)  # checks the link's figures
     return cluster
 

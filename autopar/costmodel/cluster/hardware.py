@@ -41,12 +41,14 @@ class DeviceGroups:
     """The groups of a cluster whose devices differ: (number of devices, their cluster), in the order of ranks.
 
     `link`: of a device of one group to one of another; its size is 0. `seen`: the index of the group whose devices the
-    cluster's own figures are of; -1: none is chosen, and nothing can be priced.
+    cluster's own figures are of; -1: none is chosen, and nothing can be priced. `reordered_from`: the name of the
+    cluster whose ranks have the groups in another order (`device_groups.orders`); "": this is the order of the ranks.
     """
 
     members: tuple[tuple[int, "Cluster"], ...]
     link: LinkLevel
     seen: int = -1
+    reordered_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class Cluster:
         """The content that `device_groups.groups_from` reads: the figures of all groups, whichever is seen."""
         members = [{"num_devices": count, "cluster": json.loads(one.to_json())} for count, one in groups.members]
         link = {"latency_s": groups.link.latency_s, "bandwidth_bytes_per_s": groups.link.bandwidth_bytes_per_s}
-        return {"version": VERSION, "name": self.name, "groups": members, "link": link}
+        content = {"version": VERSION, "name": self.name, "groups": members, "link": link}
+        return content | ({"reordered_from": groups.reordered_from} if groups.reordered_from else {})
 
 
 # The fields that `to_json` leaves out if they are nothing.

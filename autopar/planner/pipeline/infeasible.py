@@ -49,7 +49,7 @@ def search_lightest(
     """
     deadline = fit.budget.deadline
     point = lightest(model, meshes, cluster, request, deadline=deadline)
-    most = math.inf if point is None else max(_shares_of_limits(point, cluster, request)) * (1 + _ROUNDING)
+    most = math.inf if point is None else max(_shares_of_limits(point, request)) * (1 + _ROUNDING)
     shares = (1.0, most) if most * _NEAR <= 1 else ()
     for share in shares if fit.predict else shares[:1]:
         if not fit.waiting:
@@ -57,9 +57,9 @@ def search_lightest(
     return _refusal(model, meshes, cluster, request, point, deadline)
 
 
-def _shares_of_limits(point: Staged, cluster: Cluster, request: PlanRequest) -> list[float]:
+def _shares_of_limits(point: Staged, request: PlanRequest) -> list[float]:
     """The memory of each rank over its limit."""
-    limits = request.rank_limits(cluster, point.schedule.num_ranks)
+    limits = request.rank_limits(point.cluster, point.schedule.num_ranks)
     return [used / limit for used, limit in zip(point.rank_bytes, limits, strict=True)]
 
 
@@ -83,15 +83,15 @@ def _refusal(
             " stage needs a block, and each schedule allows certain numbers of microbatches: ask for fewer stages, or"
             " for fewer or more microbatches"
         )
-    shares = _shares_of_limits(point, cluster, request)
+    shares = _shares_of_limits(point, request)
     rank = shares.index(max(shares))
-    limit, num_bytes = request.rank_limits(cluster, point.schedule.num_ranks)[rank], point.rank_bytes[rank]
+    limit, num_bytes = request.rank_limits(point.cluster, point.schedule.num_ranks)[rank], point.rank_bytes[rank]
     there = f" of rank {rank}" if cluster.groups is not None else ""
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device{there}: the"
         f" lightest hand plan, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
         f" GiB){_with_state_on_host(model, meshes, cluster, request, deadline)};"
-        f" {_what_binds(model, point, rank, cluster, request)}"
+        f" {_what_binds(model, point, rank, request)}"
     )
 
 
@@ -111,15 +111,15 @@ def _with_state_on_host(
     )
 
 
-def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> str:
+def _what_binds(model: Model, point: Staged, rank: int, request: PlanRequest) -> str:
     """The text of the memory of the fullest rank by kind, and of the remedy."""
-    memory = _memory_bytes(model, point, rank, cluster, request)
+    memory = _memory_bytes(model, point, rank, request)
     total = sum(memory.values())
     named = [(kind, size) for kind, size in memory.most_common() if size >= _NAMED * total]
     counts = " + ".join(str(in_flight(point.schedule)[stage]) for stage in point.schedule.stages_of(rank))
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
-    if sum(memory[kind] for kind in _STORED) > request.rank_limits(cluster, point.schedule.num_ranks)[rank]:
+    if sum(memory[kind] for kind in _STORED) > request.rank_limits(point.cluster, point.schedule.num_ranks)[rank]:
         remedy = "the stored tensors alone exceed the limit for any batch: raise the memory limit, or use more devices"
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"
@@ -127,14 +127,14 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
     return f"the limit of rank {rank} of the pipeline (stage {stages}) binds, which holds {kinds}; {remedy}"
 
 
-def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> Counter[str]:
+def _memory_bytes(model: Model, point: Staged, rank: int, request: PlanRequest) -> Counter[str]:
     """Kind of memory -> bytes on a device of the rank, for the hand plan."""
     cut, memory = cut_as(model, point), Counter()
     crossing, training = (
         crossing_layouts(cut),
         replace(request.training, num_microbatches=point.schedule.num_microbatches),
     )
-    there = cluster_of_rank(cluster, rank, point.schedule.num_ranks)
+    there = cluster_of_rank(point.cluster, rank, point.schedule.num_ranks)
     for number in point.schedule.stages_of(rank):
         graph = cut.stages[number].graph
         own = {op.name for op in graph.ops}

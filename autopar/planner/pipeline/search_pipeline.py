@@ -144,7 +144,7 @@ def plan_in_stages(
         points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), whole.step_s)
         if by_hand and not points:
             return None
-        given = {"model": model, "graph": graph, "cluster": cluster, "request": within, "whole": whole}
+        given = {"model": model, "graph": graph, "request": within, "whole": whole}
         search_point = partial(_search_point, fit, bounds=bounds, **given)
         for point in points:
             if not _is_slower(fit, point, points, bounds, whole.step_s):
@@ -164,7 +164,7 @@ def plan_in_stages(
         raise fit.refusal(f"so would those with less{ended}; raise it, or use more devices")
     ended = f", ended by {budget.ended_by}" if budget.is_spent else ""  # before the bound is computed in the rest
     best = _bounded(fit.best, bounds, model, whole_budget)
-    best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand), timings=budget.timings)
+    best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand, best.cluster), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
 
@@ -189,12 +189,12 @@ def _is_slower(
         return False
     least_s = bounds.least_s(point.mesh, point.schedule, part, to_beat_s)
     if to_beat_s <= least_s < cutoff_s:
-        fit.add(LimitedSearch(_limits(fit, point, bounds.cluster), source=point), None, least_s)
+        fit.add(LimitedSearch(_limits(fit, point), source=point), None, least_s)
     return least_s >= to_beat_s
 
 
-def _limits(fit: Fit[StagedPlan], point: Staged, cluster: Cluster) -> tuple[float, ...]:
-    return rank_limits(fit.limit_bytes, cluster, point.schedule.num_ranks)
+def _limits(fit: Fit[StagedPlan], point: Staged) -> tuple[float, ...]:
+    return rank_limits(fit.limit_bytes, point.cluster, point.schedule.num_ranks)
 
 
 def _bound_share(fit: Fit[StagedPlan], points: Sequence[Staged], bounds: ScheduleBounds, budget: Budget) -> float:
@@ -246,7 +246,6 @@ def _search_point(
     point: Staged,
     model: Model,
     graph: Graph,
-    cluster: Cluster,
     request: PlanRequest,
     whole: WithoutStages,
     bounds: ScheduleBounds,
@@ -261,7 +260,7 @@ def _search_point(
     is_known = whole.is_searched and is_alone and point.schedule.num_microbatches == 1
     if is_known and not any(point.partition.num_recomputed) and whole.step_s <= point.step_s:
         return
-    part = fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
+    cluster, part = point.cluster, fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
     cut = cut_as(model, point)
     part.show("stages", cut)
     opened = OpenStages(cut, point, point.mesh, cluster, request, part)
@@ -285,7 +284,7 @@ def _search_point(
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand, opened), StageCache()
         plans = [plan, searched(PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-    search = LimitedSearch(_limits(fit, point, cluster), source=searches)
+    search = LimitedSearch(_limits(fit, point), source=searches)
     if (at_least_s if plan is None else plan.step_s) < whole.step_s:
         fit.add(search, plan, at_least_s)
 
@@ -351,5 +350,9 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     )
 
 
-def _shown(points: Sequence[Staged]) -> dict[str, HandCosts]:
-    return {point.name: HandCosts(point.step_s, round(max(point.rank_bytes))) for point in points[:_MOST_SHOWN]}
+def _shown(points: Sequence[Staged], cluster: Cluster) -> dict[str, HandCosts]:
+    """The first points with the groups of devices in the order of `cluster`, and the first of each other order."""
+    others = {point.cluster.name: point for point in reversed(points) if point.cluster != cluster}
+    named = [(point.name, point) for point in points if point.cluster == cluster][:_MOST_SHOWN]
+    named += [(f"{point.name} on {name}", point) for name, point in others.items()]
+    return {name: HandCosts(point.step_s, round(max(point.rank_bytes))) for name, point in named}

@@ -4,9 +4,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
+from autopar.costmodel.cluster.device_groups import orders
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import PlanError
@@ -47,6 +49,8 @@ _MOST_RECUT, _NEAR = 12, 1.15
 # The share of the step that a better cut takes at most. The search changes the times of blocks by as much as the rest:
 # T5 was slower by 1.7% in stages whose cut gained 1.4% by hand.
 _WORTH = 0.97
+# The share of the step that the groups of devices in another order than that of the ranks take at most.
+_WORTH_ORDER = 0.99
 # The relative precision of the least memory.
 _PRECISION = 1e-3
 # The schedules tried by default; gpipe, which takes more memory than 1f1b, only on request.
@@ -64,7 +68,8 @@ _CHUNKS = (2, 4)
 class Staged:
     """A point of the sweep: each stage has the layouts of the hand plan `plan` on `mesh`, the sub-mesh of a rank.
 
-    Stage s begins at block partition.starts[s]. `assignment`: of the shortened graph of a microbatch.
+    Stage s begins at block partition.starts[s]. `assignment`: of the shortened graph of a microbatch. `cluster`: with
+    the groups of devices in the order of the ranks.
     """
 
     plan: HandPlan
@@ -73,6 +78,7 @@ class Staged:
     partition: Partition
     step_s: float
     assignment: Assignment
+    cluster: Cluster
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
@@ -114,8 +120,10 @@ def sweep(
     `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
     "tp", otherwise on every choice of inner axes. If the `request` asks for no number of microbatches, the powers of
     two are tried that fill the pipeline. The most promising points are tried first, and a few of them after `deadline`.
+    Of several orders of groups of devices, another one than that of `cluster` is taken only if that is worth it.
     """
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, request)
+    ordered = tuple(_Sweep(model, one, request) for one in _orders(cluster, request))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     num_microbatches = () if request.num_microbatches is None else (request.num_microbatches,)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
@@ -134,15 +142,22 @@ def sweep(
         if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
         beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
-        here = shared.on(plans, mesh, num_ranks, num, schedules, beat_s)
-        staged += ((one, number) for one in here)
+        for own in ordered:
+            staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
         if is_last():
             break
-        staged += [(one, len(usual)) for one in shared.on((plan,), mesh, num_ranks, num, schedules)]
+        for own in ordered:
+            staged += [(one, len(usual)) for one in own.on((plan,), mesh, num_ranks, num, schedules)]
     found = [one for one, _ in sorted(staged, key=lambda pair: (pair[0].step_s, pair[1]))]
-    return shared.recut(found, deadline)
+    as_given = [one for one in found if one.cluster is cluster]
+    is_enough = bool(as_given) and as_given[0].step_s * _WORTH_ORDER <= found[0].step_s
+    return shared.recut(as_given if is_enough else found, deadline)
+
+
+def _orders(cluster: Cluster, request: PlanRequest) -> tuple[Cluster, ...]:
+    return orders(cluster) if request.any_order else (cluster,)
 
 
 def named_point(
@@ -216,7 +231,7 @@ class _Sweep:
                     fitting.discard(plan)
                 if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
                     time_s = float(time_of(own, cut, schedule, links))
-                    yield Staged(plan, mesh, schedule, cut, time_s, assignment)
+                    yield Staged(plan, mesh, schedule, cut, time_s, assignment, self.cluster)
 
     def recut(self, found: Sequence[Staged], deadline: Deadline) -> list[Staged]:
         """Points, fastest first, with better cuts for the best of each mesh and schedule that come near the first."""
@@ -232,11 +247,11 @@ class _Sweep:
     def recut_alone(self, point: Staged) -> Staged:
         """The point with a better cut, if that is worth it."""
         mesh, schedule = point.mesh, point.schedule
-        links = transfers(self.cluster, schedule.num_ranks, mesh.num_devices)
-        asked = (point.plan,), schedule.num_microbatches, mesh, self.cluster, self.request.training
+        links = transfers(point.cluster, schedule.num_ranks, mesh.num_devices)
+        asked = (point.plan,), schedule.num_microbatches, mesh, point.cluster, self.request.training
         ((_, _, blocks),) = profiled(self.model, *asked)
         own = as_run(blocks, schedule)
-        limits_bytes = self.request.rank_limits(self.cluster, schedule.num_ranks)
+        limits_bytes = self.request.rank_limits(point.cluster, schedule.num_ranks)
         cut = recut(own, point.partition, schedule, links, limits_bytes)
         step_s = time_of(own, cut, schedule, links)
         return replace(point, partition=cut, step_s=step_s) if step_s <= _WORTH * point.step_s else point
@@ -280,16 +295,17 @@ def lightest(
     best, least = None, math.inf
     schedules = (request.schedule,) if request.schedule else LIGHTEST
     num_microbatches = () if request.num_microbatches is None else (request.num_microbatches,)
-    for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
-        limits = np.array(request.rank_limits(cluster, num_ranks))
+    every = points(model, tuple(meshes), num_microbatches)
+    for own, (num_ranks, mesh, num, plans) in product(_orders(cluster, request), every):
+        limits = np.array(request.rank_limits(own, num_ranks))
         sizes = limits / limits.max() if np.isfinite(limits).all() else np.ones(num_ranks)
         if deadline.is_past and best is not None:
             break
-        for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, request.training):
+        for plan, assignment, blocks in profiled(model, plans, num, mesh, own, request.training):
             for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
                 part = _lightest_cut(as_run(blocks, schedule), schedule, sizes, least)
                 if part is not None:
-                    best = Staged(plan, mesh, schedule, part, 0.0, assignment)
+                    best = Staged(plan, mesh, schedule, part, 0.0, assignment, own)
                     least = float((np.array(best.rank_bytes) / sizes).max())
     return best
 

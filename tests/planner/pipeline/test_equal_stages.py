@@ -21,6 +21,7 @@ OTHERS = {
     "excluded": {GRAPH.ops[0].name: ("R -> R",)},
     "memory_limit_bytes": 1e9,
     "memory_share": 0.5,
+    "any_order": True,
     "training": Training("sgd"),
     "time_limit_s": 1.0,
     "num_microbatches": 2,

@@ -8,22 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.costmodel.cluster.device_groups import joined
+from autopar.api import _text_of
+from autopar.costmodel.cluster.device_groups import joined, orders
 from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, load_cluster
 from autopar.costmodel.stage_transfer import transfers
-from autopar.errors import InfeasibleError, MeshError
+from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
+from autopar.planner.choose_devices import choose_devices
 from autopar.planner.pipeline.hand_points import Model, model_of, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, stage_times, waiting
 from autopar.planner.pipeline.sweep import Staged, as_run, cut_within, sweep
 from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages, plan_by_hand
-from autopar.plans.staged_plan import StagedPlan
+from autopar.plans.staged_plan import StagedPlan, check_order
 from autopar.schedule.orders import Schedule
 from bench.problem import example_of, graph_of
 from bench.suite import Case
@@ -207,3 +209,70 @@ def test_ranks_of_the_pipeline_are_of_one_group(graph) -> None:
         choose_plan(graph, MESH, uneven, PlanRequest(num_microbatches=4))
     with pytest.raises(MeshError, match="has 4 devices, the mesh is pp=2,dp=4"):
         choose_plan(graph, Mesh((2, 4), ("pp", "dp")), CLUSTER, PlanRequest(num_microbatches=4))
+
+
+SLOW_FIRST = joined([(2, P100), (2, V100)], LinkLevel(0, 1e-5, 1e9))
+
+
+def test_the_order_of_groups_along_the_stages_is_that_of_brute_force() -> None:
+    graph = graph_of(example_of(Case("gpt2", "v100-25g", "8", 16, sequence=64, layers=8)))
+    asked = PlanRequest(num_microbatches=4)
+    as_given, turned = (choose_plan(graph, Devices(4), one, asked) for one in orders(SLOW_FIRST))
+    plan = choose_plan(graph, Devices(4), SLOW_FIRST, replace(asked, any_order=True))
+    assert turned.step_s < 0.95 * as_given.step_s  # in-flight activations and the update are on the first stage
+    assert plan.step_s == pytest.approx(turned.step_s, rel=1e-9) and plan.cluster.name == "2 v100 + 2 p100"
+    assert [stage.cluster for stage in plan.stages] == [V100, P100]
+    chosen = choose_devices(graph, Devices(4), SLOW_FIRST, asked)
+    assert chosen.step_s <= plan.step_s * (1 + 1e-9)
+    kept = choose_devices(graph, MESH, SLOW_FIRST, asked)
+    assert kept.cluster == SLOW_FIRST and kept.mesh == MESH
+    best = choose_plan(graph, Devices(4), orders(SLOW_FIRST)[1], replace(asked, any_order=True))
+    assert best.step_s == pytest.approx(turned.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_all_orders_of_three_groups_is_swept(graph, seed: int) -> None:
+    draw = random.Random(seed)
+    names = "abc"
+    each = [
+        replace(
+            _with_memory(V100, draw.choice([500, 900, 4000])), name=name, flops_per_s=_slower(V100, draw), source=""
+        )
+        for name in names
+    ]
+    cluster, model = joined([(2, one) for one in each], LinkLevel(0, 1e-5, 1e9)), model_of(graph, fold(graph))
+    request = PlanRequest(num_microbatches=4, schedule="1f1b").on(cluster)
+    meshes = ((3, MESH_OF_RANK),)
+    by_order = {one.name: sweep(model, meshes, one, request) for one in orders(cluster)}
+    assert len(by_order) == 6 and by_order.keys() == {
+        " + ".join(f"2 {name}" for name in order) for order in itertools.permutations(names)
+    }
+    best_s = min((points[0].step_s for points in by_order.values() if points), default=math.inf)
+    found = sweep(model, meshes, cluster, replace(request, any_order=True))
+    assert (best_s == math.inf) == (not found)
+    if found:
+        assert best_s <= found[0].step_s <= best_s / 0.99 * (1 + 1e-9)
+        assert by_order[found[0].cluster.name][0].step_s == found[0].step_s
+        assert found[0].cluster == cluster or best_s < 0.99 * min(
+            (point.step_s for point in by_order[cluster.name]), default=math.inf
+        )
+
+
+def _slower(cluster: Cluster, draw: random.Random) -> dict[str, float]:
+    factor = draw.uniform(0.3, 1.0)
+    return {dtype: rate * factor for dtype, rate in cluster.flops_per_s.items()}
+
+
+def test_a_plan_whose_groups_are_in_another_order_says_so_and_is_not_run_as_they_are(graph) -> None:
+    turned = orders(SLOW_FIRST)[1]
+    plan = choose_plan(graph, MESH, turned, PlanRequest(num_microbatches=4, schedule="1f1b"))
+    text = plan.dumps()
+    assert "in the order 2 v100 + 2 p100, not in that of 2 p100 + 2 v100" in plan.explain()
+    again = StagedPlan.loads(text, graph, MESH, is_own=True)
+    assert again.cluster == turned and again.step_s == plan.step_s
+    with pytest.raises(PlanError, match=r"start the ranks in the plan's order and plan for cluster '2 v100 . 2 p100'"):
+        check_order(text)
+    with pytest.raises(PlanError, match="start the ranks"):
+        _text_of(plan)  # as autopar.compile reads plan=
+    as_given = choose_plan(graph, MESH, SLOW_FIRST, PlanRequest(num_microbatches=4, schedule="1f1b")).dumps()
+    assert check_order(as_given) == as_given
