@@ -141,7 +141,7 @@ def plan_in_stages(
         within = replace(request, memory_share=factor**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
         budget = fit.budget = _left_for_points(by_hand, budget, share)
-        points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), whole.step_s)
+        points = _to_search(by_hand, model, mesh, cluster, within, budget, whole.step_s)
         if by_hand and not points:
             return None
         given = {"model": model, "graph": graph, "request": within, "whole": whole}
@@ -301,6 +301,30 @@ def _search_again(
     to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
     if not fit.budget.is_spent:
         fit.add(search, *searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))
+
+
+def _to_search(
+    by_hand: list[Staged],
+    model: Model,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest,
+    budget: Budget,
+    cutoff_s: float,
+) -> list[Staged]:
+    """The points to be searched, of those that fit `by_hand`, else of some that nearly do.
+
+    Searched plans take less memory than hand plans, whose cut leaves that of a group with little unused: where groups
+    have limits that differ, the cuts for the least of them are searched besides.
+    """
+    points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, request, budget), cutoff_s)
+    least = request.on_least(cluster)
+    if not by_hand or least.limit_bytes >= request.limit_bytes or budget.is_spent:
+        return points
+    known = {(one.mesh, one.schedule, one.partition.starts, one.cluster.name) for one in points}
+    others = _worth_searching(sweep_stages(model, mesh, cluster, least, budget), cutoff_s)
+    keys = ((one.mesh, one.schedule, one.partition.starts, one.cluster.name) for one in others)
+    return points + [one for one, key in zip(others, keys) if key not in known]
 
 
 def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
