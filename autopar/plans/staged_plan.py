@@ -175,8 +175,8 @@ def check_order(text: str) -> str:
     if cluster.groups is not None and cluster.groups.reordered_from:
         raise PlanError(
             f"the plan has the groups of devices in the order {cluster.name}, the ranks are those of"
-            f" {cluster.groups.reordered_from}: start the ranks in the plan's order and plan for cluster"
-            f" {cluster.name!r}, or plan for a mesh with axes, which keeps the order of the ranks"
+            f" {cluster.groups.reordered_from}: start the ranks in the plan's order and plan for the cluster with its"
+            " groups in that order, or plan for a mesh with axes, which keeps the order of the ranks"
         )
     return text
 

@@ -78,8 +78,22 @@ def orders(cluster: Cluster) -> tuple[Cluster, ...]:
     found = [cluster]
     for members in permutations(groups.members):
         if all(one.groups is None or one.groups.members != members for one in found):
-            found.append(_reordered(joined(members, groups.link), cluster.name))
+            found.append(_reordered(joined(members, groups.link, _in_order(cluster, members)), cluster.name))
     return tuple(found)
+
+
+def _in_order(cluster: Cluster, members: Sequence[tuple[int, Cluster]]) -> str:
+    """The name of the cluster with its groups in this order: the text that names it, where it is named by its groups.
+
+    >>> from autopar.costmodel.cluster.load_cluster import load_cluster
+    >>> orders(load_cluster("8 v100 + 4 p100 over 3GB/s"))[1].name
+    '4 p100 + 8 v100 over 3GB/s'
+    """
+    assert cluster.groups is not None, "a cluster of groups"
+    names, over, link = cluster.name.partition(" over ")
+    if names.split() != _name_of(cluster.groups.members).split():
+        return f"{cluster.name}: {_name_of(members)}"
+    return _name_of(members) + over + link
 
 
 def _reordered(cluster: Cluster, name: str) -> Cluster:

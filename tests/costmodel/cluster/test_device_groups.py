@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.costmodel.cluster.device_groups import joined, ranks_of, seen_by
+from autopar.costmodel.cluster.device_groups import joined, orders, ranks_of, seen_by
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import LinkLevel, cluster_from_json, load_cluster
 from autopar.costmodel.collective_time import collective_times
@@ -26,6 +26,21 @@ def test_groups_are_read_from_text_and_survive_json(tmp_path):
     }
     linked = json.dumps(hosts | {"name": "two hosts", "link": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9}})
     assert cluster_from_json(linked).groups.link == LinkLevel(0, 1e-5, 1e9)
+
+
+def test_all_orders_of_a_few_groups_are_told_apart_and_survive_json():
+    cluster = load_cluster("2 v100 + 2 p100 + 4 a100 over 2GB/s")
+    each = orders(cluster)
+    assert len({one.name for one in each}) == 6 and each[0] == cluster and not cluster.groups.reordered_from
+    for one in each[1:]:
+        assert one.groups.reordered_from == cluster.name and one.groups.link == cluster.groups.link
+        assert one.name.endswith(" over 2GB/s") and load_cluster(one.name).groups.members == one.groups.members
+        assert cluster_from_json(one.to_json()) == one and orders(one) == (one,)
+    named = replace(cluster, name="ours")
+    assert orders(named)[1].name == "ours: 2 v100 + 4 a100 + 2 p100"
+    assert len(orders(load_cluster("2 v100 + 4 p100 + 2 v100"))) == 3
+    assert len(orders(load_cluster("1 v100 + 1 p100 + 1 a100 + 1 h100"))) == 1
+    assert orders(load_cluster("v100")) == (load_cluster("v100"),)
 
 
 def test_the_files_of_two_calibrated_hosts_are_groups(tmp_path):
