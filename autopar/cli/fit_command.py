@@ -15,7 +15,7 @@ from autopar.answers.step_terms import AnyPlan
 from autopar.cli.interrupt import giving_up, until_interrupt
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import OPTIMIZER_STATE_BYTES
+from autopar.costmodel.training import OPTIMIZER_STATES, Training
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
@@ -111,15 +111,24 @@ def _dtype(task: FitTask) -> str:
 def _optimizers(task: FitTask) -> list[tuple[str, Callable[[], AnyPlan]]]:
     """Optimizers of less state than the request's, that of the most first."""
     training = task.request.training
-    names: dict[int, str] = {}  # one of each size
-    for name, size in OPTIMIZER_STATE_BYTES.items():
-        if size < training.state_bytes and name != "none":
+    sizes = {name: _state_bytes(task, Training(name)) for name in OPTIMIZER_STATES if name != "none"}
+    names: dict[float, str] = {}  # one of each size
+    for name, size in sizes.items():
+        if size < _state_bytes(task, training):
             names.setdefault(size, name)
 
     def attempt(name: str) -> Callable[[], AnyPlan]:
         return lambda: task.plan(request=replace(task.request, training=replace(training, optimizer=name)))
 
-    return [(f"{names[size]}, {size} B an element", attempt(names[size])) for size in sorted(names, reverse=True)]
+    return [(f"{names[size]}, {size:g} B an element", attempt(names[size])) for size in sorted(names, reverse=True)]
+
+
+def _state_bytes(task: FitTask, training: Training) -> float:
+    """Bytes of optimizer state for each element of the parameters that are trained, in the mean."""
+    trained = [item.value for item in task.graph.of_kind("parameter") if item.value.needs_grad]
+    sizes = [math.prod(value.shape) for value in trained]
+    num_bytes = sum(size * training.state_bytes(value.stored_itemsize) for size, value in zip(sizes, trained))
+    return num_bytes / max(sum(sizes), 1)
 
 
 @lru_cache(maxsize=4)

@@ -55,7 +55,8 @@ def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], traini
         by_kind["arguments"] *= training.num_in_flight if item.value.needs_grad else training.num_microbatches
     if item.kind == "parameter" and item.value.needs_grad:
         by_kind["gradients"] = held
-        by_kind["optimizer"] = held // item.value.stored_itemsize * training.state_bytes
+        itemsize = item.value.stored_itemsize
+        by_kind["optimizer"] = held // itemsize * training.state_bytes(itemsize)
     return by_kind
 
 

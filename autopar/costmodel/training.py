@@ -9,19 +9,19 @@ from autopar.ir.graph import Graph
 from autopar.ir.inference.for_inference import for_inference
 from autopar.ir.passes.sum_dtype import summed_in
 
-# Bytes of state for each element, in float32 as mixed-precision training has it. "-master": with a float32 copy of each
-# parameter too.
-OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
+# Tensors of state as large as each parameter, kept in its dtype by torch.optim; "-master": in float32 where that is
+# wider, with a copy of the parameter among them. Counts of steps, 4 bytes for each parameter, are left out.
+OPTIMIZER_STATES: Mapping[str, int] = {
     "none": 0,
     "sgd": 0,
-    "momentum": 4,
-    "adagrad": 4,
-    "adam": 8,
-    "adamw": 8,
-    "sgd-master": 4,
-    "momentum-master": 8,
-    "adam-master": 12,
-    "adamw-master": 12,
+    "momentum": 1,
+    "adagrad": 1,
+    "adam": 2,
+    "adamw": 2,
+    "sgd-master": 1,
+    "momentum-master": 2,
+    "adam-master": 3,
+    "adamw-master": 3,
 }
 
 # Dtypes in which backends sum.
@@ -67,8 +67,8 @@ class Training:
         for name, known in (("reduce_dtype", REDUCE_DTYPES), ("param_dtype", PARAM_DTYPES)):
             if (found := getattr(self, name)) not in ("", *known):
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, found {found!r}")
-        if self.optimizer not in OPTIMIZER_STATE_BYTES:
-            known = ", ".join(OPTIMIZER_STATE_BYTES)
+        if self.optimizer not in OPTIMIZER_STATES:
+            known = ", ".join(OPTIMIZER_STATES)
             raise ValueError(
                 f"optimizer: expected one of {known}, found {self.optimizer!r}; take the one with as much state"
             )
@@ -122,9 +122,15 @@ class Training:
         return summed_in(graph, self.sum_dtype) if self.trains else graph.once(for_inference)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state for each element of a parameter."""
-        return OPTIMIZER_STATE_BYTES[self.optimizer]
+    def has_state(self) -> bool:
+        """Whether the optimizer keeps state."""
+        return OPTIMIZER_STATES[self.optimizer] > 0
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of optimizer state for each element of a parameter that is stored in `itemsize` bytes an element."""
+        if self.optimizer.endswith("-master"):
+            itemsize = max(itemsize, torch.float32.itemsize)
+        return OPTIMIZER_STATES[self.optimizer] * itemsize
 
 
 # AdamW, with the batch in one pass.

@@ -68,8 +68,8 @@ def _of_stages(stages: list[tuple[int, Plan]], training: Training) -> dict[str, 
 
 def _element_bytes(item: Input, training: Training) -> tuple[tuple[str, int], ...]:
     own = ((item.kind + "s", item.value.stored_itemsize),)
-    is_updated = item.kind == "parameter" and item.value.needs_grad and training.state_bytes
-    return own + ((("optimizer", training.state_bytes),) if is_updated else ())
+    is_updated = item.kind == "parameter" and item.value.needs_grad and training.has_state
+    return own + ((("optimizer", training.state_bytes(item.value.stored_itemsize)),) if is_updated else ())
 
 
 def boxes(held: Held, num_devices: int, mesh: Mesh) -> Boxes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
+import torch
 
 from autopar.costmodel.activations.saved_activations import region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster
@@ -307,7 +308,7 @@ def _host_update_s(stage: Plan, host: HostUpdate | None) -> float:
         return 0.0
     layouts, of_mesh = stage.assignment.layouts, (stage.mesh.shape, stage.training)
     moved = sum(update_bytes(item, layouts[item.value.name], *of_mesh) for item in stage.graph.inputs)
-    num = stage.costs.memory_bytes["optimizer"] / stage.training.state_bytes
+    num = stage.costs.memory_bytes["optimizer"] / stage.training.state_bytes(torch.float32.itemsize)
     update_s = moved / host.rank_bytes_per_s + moved * host.ranks / host.node_bytes_per_s
     return update_s + 2 * 4 * num * stage.cluster.host_s_per_byte - stage.costs.optimizer_s
 

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.answers.moved_state import moved_state
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.load_cluster import load_cluster
-from autopar.costmodel.training import OPTIMIZER_STATE_BYTES, Training
+from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
 from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
@@ -96,7 +96,7 @@ def cells_of(plan):
 def bytes_of(plan, cells):
     """Bytes of parameters, optimizer state and buffers of a set of elements."""
     items = {item.fqn: item for item in plan.graph.inputs}
-    state = OPTIMIZER_STATE_BYTES[plan.training.optimizer]
+    state = plan.training.state_bytes(torch.float32.itemsize)
     found = {"parameters": 0, "optimizer": 0, "buffers": 0}
     for fqn, _ in cells:
         found[items[fqn].kind + "s"] += items[fqn].value.dtype.itemsize

@@ -1,5 +1,8 @@
 """Bytes the model predicts for one device against the tensors that a real run keeps for backward."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
-from autopar.costmodel.training import Training
+from autopar.costmodel.training import OPTIMIZER_STATES, Training
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
@@ -87,8 +90,8 @@ def test_activations_of_attention_are_close():
 
 def test_stored_bytes_by_hand():
     weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
-    assert input_bytes(weight, (S(0),), (4,), Training("adamw")) == {"parameters": 24, "gradients": 24, "optimizer": 96}
-    assert update_bytes(weight, (S(0),), (4,), Training("adamw")) == 2 * (24 + 96) + 24
+    assert input_bytes(weight, (S(0),), (4,), Training("adamw")) == {"parameters": 24, "gradients": 24, "optimizer": 48}
+    assert update_bytes(weight, (S(0),), (4,), Training("adamw")) == 2 * (24 + 48) + 24
     frozen = Input("parameter", Value("w", (8, 6), torch.bfloat16, False), "w")
     assert input_bytes(frozen, (I,), (4,), Training("adamw")) == {"parameters": 96}
     assert update_bytes(frozen, (I,), (4,), Training("adamw")) == 0
@@ -108,10 +111,43 @@ def test_impossible_counts_of_microbatches_are_refused(num_microbatches, num_in_
         Training("adamw", num_microbatches, num_in_flight)
 
 
-def test_a_master_copy_is_four_bytes_an_element():
-    weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
-    plain, master = (input_bytes(weight, (I,), (4,), Training(name)) for name in ("adamw", "adamw-master"))
-    assert master == plain | {"optimizer": plain["optimizer"] + 4 * 48}
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_as_large_as_that_of_a_real_optimizer(name: str, dtype: torch.dtype) -> None:
+    """Of masters: as an optimizer of float32 copies, which are state themselves."""
+    weight = nn.Parameter(torch.ones(8, 6, dtype=dtype))
+    item = Input("parameter", Value("w", (8, 6), dtype, True), "w")
+    kept = partial(input_bytes, item, (I,), (4,))
+    assert kept(Training(name)).get("optimizer") == state_bytes(OPTIMIZERS[name], weight)
+    if f"{name}-master" in OPTIMIZER_STATES and not dtype.is_complex:
+        copy = nn.Parameter(weight.detach().to(torch.promote_types(dtype, torch.float32), copy=True))
+        own_bytes = copy.untyped_storage().nbytes()
+        assert kept(Training(f"{name}-master"))["optimizer"] == own_bytes + state_bytes(OPTIMIZERS[name], copy)
+
+
+def state_bytes(optimizer: Callable[..., torch.optim.Optimizer], parameter: nn.Parameter) -> int:
+    """Bytes of the state of an optimizer after a step, without the count of steps."""
+    made = optimizer([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return sum(
+        x.untyped_storage().nbytes() for key, x in made.state[parameter].items() if x is not None and key != "step"
+    )
+
+
+def test_a_parameter_of_float32_that_is_computed_in_bfloat16_has_state_of_float32() -> None:
+    value = Value("w", (8, 6), torch.bfloat16, True, stored_dtype=torch.float32)
+    sizes = {"parameters": 192, "casts": 96, "gradients": 192, "optimizer": 384}
+    assert input_bytes(Input("parameter", value, "w"), (I,), (4,), Training("adamw")) == sizes
 
 
 def test_a_gathered_parameter_that_is_saved_transposed_is_kept():

@@ -77,7 +77,7 @@ def state_bytes(plan: AnyPlan) -> int:
     for item in plan.graph.of_kind("parameter"):
         layout = plan.assignment.layouts[item.value.name]
         copies = prod(size for size, own in zip(plan.mesh.shape, layout) if not own.is_split)
-        total += copies * prod(item.value.shape) * (4 + plan.training.state_bytes)
+        total += copies * prod(item.value.shape) * (4 + plan.training.state_bytes(4))
     return total
 
 

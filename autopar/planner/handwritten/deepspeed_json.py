@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.costmodel.training import OPTIMIZER_STATE_BYTES
+from autopar.costmodel.training import OPTIMIZER_STATES
 from autopar.errors import PlanError
 
 _FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
@@ -97,8 +97,8 @@ def _optimizer(content: Mapping[str, Any], path: str) -> str:
         return ""
     is_half = any(_is_on(content, key, path) for key in ("bf16", "fp16"))
     found = name + "-master" * is_half
-    if found not in OPTIMIZER_STATE_BYTES:
-        known = ", ".join(one for one in OPTIMIZER_STATE_BYTES if "-" not in one)
+    if found not in OPTIMIZER_STATES:
+        known = ", ".join(one for one in OPTIMIZER_STATES if "-" not in one)
         raise PlanError(
             f"{path}: optimizer.type: expected one of {known}, found {name!r}: leave it out, give --optimizer"
         )

@@ -194,7 +194,7 @@ class HostSearch:
 def host_search(setting: Setting, problem: Problem) -> HostSearch | None:
     """The search of `problem` with optimizer state on the host; None if no state can be there."""
     if not (
-        setting.cluster.host_bandwidth_bytes_per_s and setting.request.training.state_bytes and hostable(setting.graph)
+        setting.cluster.host_bandwidth_bytes_per_s and setting.request.training.has_state and hostable(setting.graph)
     ):
         return None
     to_beat_s = setting.to_beat_s + _s_of_limit(setting)

@@ -99,7 +99,7 @@ def _with_state_on_host(
     model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
 ) -> str:
     """The text of the least memory with all optimizer state on the host; "" if it must be on the device."""
-    if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
+    if not (cluster.host_bandwidth_bytes_per_s and request.training.has_state):
         return ""
     lighter = replace(request, training=replace(request.training, optimizer="none"))
     point = lightest(model, meshes, cluster, lighter, deadline=deadline)

@@ -233,7 +233,7 @@ def _above_limit(
     search may make a point fit that nearly does.
     """
     points: list[Staged] = []
-    if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
+    if cluster.host_bandwidth_bytes_per_s and request.training.has_state:
         training = replace(request.training, optimizer="none")
         for factor in (1.0, _NEARLY):
             lighter = replace(request, training=training, memory_share=factor * request.memory_share)

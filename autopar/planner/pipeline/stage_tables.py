@@ -69,9 +69,7 @@ class CutTask:
     @property
     def can_move_state(self) -> bool:
         """Whether the optimizer has state that may be offloaded, and there is a way to the host."""
-        return bool(
-            self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes
-        )
+        return bool(self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.has_state)
 
 
 @dataclass(frozen=True)

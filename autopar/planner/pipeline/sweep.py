@@ -263,8 +263,9 @@ class _Sweep:
         """
         data = num_data(plan, mesh)
         parameters = [item.value for item in self.model.graph.of_kind("parameter")]
-        own_bytes, elements = sum(x.stored_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
-        stored = (2 * own_bytes + elements * self.request.training.state_bytes) / (num_ranks * mesh.num_devices)
+        own_bytes = sum(x.stored_bytes for x in parameters)
+        state_bytes = sum(math.prod(x.shape) * self.request.training.state_bytes(x.stored_itemsize) for x in parameters)
+        stored = (2 * own_bytes + state_bytes) / (num_ranks * mesh.num_devices)
         gathered = own_bytes * data / (mesh.num_devices * num_ranks) if plan.flavour == "zero2" else 0.0
         mean = sum(self.request.rank_limits(self.cluster, num_ranks)) / num_ranks
         return stored + gathered * (2 if num > 1 else 1) <= mean

@@ -110,11 +110,11 @@ def test_an_open_mesh_has_no_axes_to_pin_to():
 
 
 def test_of_pins_that_leave_no_plan_those_that_bind_are_named():
-    # classifier.3 has 2 MiB, four times with gradient and state
+    # classifier.3 has 2 MiB in float64, four times with gradient and state
     pins = {"features.0.weight": "BB", "classifier.3.weight": "BB", "features.17.weight": "BB"}
     with pytest.raises(InfeasibleError, match=r"; the pins of classifier\.3\.weight together leave no plan within it"):
-        make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins=pins))
+        make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=6e6, pins=pins))
     fitting = make_plan(
-        traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins={"features.0.weight": "BB"})
+        traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=6e6, pins={"features.0.weight": "BB"})
     )
-    assert fitting.costs.total_memory_bytes <= 4.5e6
+    assert fitting.costs.total_memory_bytes <= 6e6
