@@ -117,10 +117,11 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         made, index = _arguments(node)
         return region.env[made][index]
     target = _target_of(node)
-    if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):
-        return region.number_of(node.meta["val"])
     if is_only_checked(node) or _gives_no_tensor(node):
         return None
+    if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):
+        _check_sizes(node, target, region)
+        return region.number_of(node.meta["val"])
     if target == NOTE:
         return note_guard(node.args, region.env, builder, origin_of(node, region))
     if target == CALL and region.expand is not None:

@@ -26,6 +26,7 @@ from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
+from autopar.ir.guards.read_indices import with_read_indices
 from autopar.ir.inference.kv_caches import caches_numbered, check_caches
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
@@ -128,6 +129,7 @@ def _checked_export(
         told = f"{where} cannot be traced: {type(error).__name__}: {error}{remedy_of(error)}"
         raise TraceError(told) from in_own_lines(error)
     with_batches(program.graph_module)
+    with_read_indices(program.graph_module)
     return program
 
 

@@ -25,6 +25,7 @@ from autopar.ir.guards.guard_ops import NOTE
 from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
 _NUMBERS = frozenset(("aten.item.default", "aten._local_scalar_dense.default"))
+_READ = (torch.SymInt, torch.SymFloat)  # numbers that were read of tensors
 _ANSWERS = frozenset(("aten.is_nonzero.default", "aten.equal.default", "aten.allclose.default"))
 
 
@@ -119,8 +120,10 @@ class KnownValues(TorchFunctionMode):
 
     def _run(self, original: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of `func` on fake tensors, as `original()` gives it or as the values decide."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = [self._of(x) for x in tensors]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        read = [_Known(torch.empty(()), ARGUMENTS) for leaf in leaves if isinstance(leaf, _READ)]
+        known = [*map(self._of, tensors), *read]
         is_known = func.namespace in ("aten", "prims") and None not in known and not _is_any(func)
         values = [one for one in known if one is not None]
         target = str(func)
@@ -174,13 +177,17 @@ class KnownValues(TorchFunctionMode):
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The op run on the values; None where that fails."""
         with without_dispatch_modes():
-            real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
             try:
+                real_args, real_kwargs = pytree.tree_map_only((torch.Tensor, *_READ), self._value, (args, kwargs))
                 return func(*real_args, **real_kwargs)
             except Exception:  # whatever it is, the op's fake result stands
                 return None
 
-    def _value(self, x: torch.Tensor) -> torch.Tensor:
+    def _value(self, x: Any) -> Any:
+        """The value of a tensor, or of a number that was read of tensors, which reading it so does not fix."""
+        if isinstance(x, _READ):
+            kind = float if isinstance(x, torch.SymFloat) else int
+            return kind(x.node.expr.xreplace({symbol: read[1] for symbol, read in self.symbols.items()}))
         known = self._of(x)
         assert known is not None, "all tensors of the call are known"
         return known.value
@@ -199,7 +206,7 @@ class KnownValues(TorchFunctionMode):
         if known.depends_on == CONSTANT:
             return number
         is_integer = not isinstance(number, (bool, float, complex))
-        if isinstance(number, (float, int)) and (isinstance(number, bool) or known.depends_on == BUFFERS):
+        if isinstance(number, bool) or (isinstance(number, float) and known.depends_on == BUFFERS):
             self._guard([fake], _equals(number))
             return number
         if is_integer and self.takes_integers:

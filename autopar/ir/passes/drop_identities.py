@@ -1,8 +1,9 @@
-"""The pass that removes ops that return their input."""
+"""The passes that remove ops that return their input, and keep memory in rows where an op needs that."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Value, arguments_of
+from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.passes.rewire import rewire
 
 
@@ -16,6 +17,24 @@ def drop_identities(graph: Graph) -> Graph:
         else:
             kept.append(op)
     return rewire(graph, kept, replaced)
+
+
+def keep_rows_contiguous(graph: Graph) -> Graph:
+    """`graph` in which what ops read by its strides is contiguous: the last dim of what becomes complex has stride 1.
+
+    A model that makes it so may do it by a copy that is an identity by its values, or by an op whose result has other
+    strides here. Of a contiguous tensor it is a view.
+    """
+    ops = list[Op]()
+    for op in graph.ops:
+        if op.target in _READ_BY_STRIDES:
+            source = op.inputs[0]
+            made = Value(f"{op.outputs[0].name}_rows", source.shape, source.dtype, source.needs_grad)
+            named = {"name": made.name, "inputs": (source,), "outputs": (made,), "args": (Slot(0),), "kwargs": ()}
+            ops.append(replace(op, target="aten.contiguous.default", **named))
+            op = replace(op, inputs=(made,))
+        ops.append(op)
+    return replace(graph, ops=tuple(ops))
 
 
 def _is_identity(op: Op) -> bool:
@@ -46,6 +65,7 @@ def _drops_nothing(op: Op) -> bool:
     return not named["train"] or named["p"] == 0
 
 
+_READ_BY_STRIDES = ("aten.view_as_complex.default",)
 _TESTS: Mapping[str, Callable[[Op], bool]] = {
     "aten.alias.default": _always,
     "aten.clone.default": _always,

@@ -17,7 +17,7 @@ from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
 from autopar.ir.passes.common_subexpressions import merge_duplicates
 from autopar.ir.passes.dead_code import drop_dead
-from autopar.ir.passes.drop_identities import drop_identities
+from autopar.ir.passes.drop_identities import drop_identities, keep_rows_contiguous
 from autopar.ir.passes.merge_reshapes import merge_reshapes
 from autopar.ir.passes.row_gather import read_own_rows
 from autopar.ir.passes.split_constants import split_constants
@@ -43,6 +43,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     recognise_masks,
     drop_dead,
     merge_duplicates,
+    keep_rows_contiguous,
     order_free_ops,
     split_constants,
     drop_dead,

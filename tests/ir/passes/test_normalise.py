@@ -211,3 +211,10 @@ COUNTED_FROM_THE_END = {
 @pytest.mark.parametrize("name", sorted(COUNTED_FROM_THE_END))
 def test_dims_counted_from_the_end_are_those_that_the_op_takes_them_for(name):
     targets(COUNTED_FROM_THE_END[name])
+
+
+def test_what_becomes_complex_is_in_rows():
+    """By a copy that changes no value, or by a result whose strides follow from those of an input."""
+    rows = targets(lambda w, x: torch.view_as_real(torch.view_as_complex(x[:, :2].transpose(1, 2).contiguous())))
+    assert rows[-3:] == ["contiguous.default[]", "view_as_complex.default[]", "view_as_real.default[]"]
+    targets(lambda w, x: torch.view_as_complex(x.transpose(1, 2).contiguous().sin()[..., :2].contiguous()).abs())

@@ -96,6 +96,21 @@ class Speech(nn.Module):
         return F.ctc_loss(log_p, y, lengths, label_lengths, blank=0, zero_infinity=True)
 
 
+class SpectralMask(nn.Module):
+    """A signal times a mask of its spectrum, found by convolutions over complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.register_buffer("window", torch.hann_window(32))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        spectrum = torch.stft(x, 32, 8, window=self.window, return_complex=True)
+        mask = self.last(F.gelu(self.first(torch.view_as_real(spectrum).permute(0, 3, 1, 2))))
+        spectrum = spectrum * torch.view_as_complex(mask.tanh().permute(0, 2, 3, 1).contiguous())
+        return F.l1_loss(torch.istft(spectrum, 32, 8, window=self.window, length=x.shape[1]), y)
+
+
 class CRF(nn.Module):
     """A linear chain: forward algorithm in log space, masked, and the score of the gold path."""
 
@@ -294,6 +309,7 @@ class Residues(nn.Module):
 
 
 MODELS = {
+    "spectral-mask": lambda: (SpectralMask(), {"x": rows(128), "y": rows(128)}),
     "seq2seq-attention": lambda: (Attended(), {"x": ids(7) + 0, "y": ids(6)}),
     "rwkv-loop": lambda: (TimeMix(), {"tokens": ids(10), "labels": ids(10)}),
     "mamba-loop": lambda: (SelectiveScan(), {"x": rows(9, 16), "target": ids(of=8)}),
