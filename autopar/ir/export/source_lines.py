@@ -70,6 +70,11 @@ def quoted_here() -> str:
     return f"{line}: `{text}`" if text else line
 
 
+def is_of_tracing(path: str) -> bool:
+    """Whether code of this file is torch's or traces, and is none of the model."""
+    return path.startswith((_TORCH, *_HERE, "<"))
+
+
 def _frames(stack_trace: str) -> list[tuple[str, int]]:
     return [(path, int(line)) for path, line in _FRAME.findall(stack_trace) if not path.startswith(_HERE)]
 

@@ -22,6 +22,7 @@ from autopar.ir.graph import resolve
 from autopar.ir.guards.example_values import MOST_ELEMENTS, value_of
 from autopar.ir.guards.export_hooks import answers_of_branches, fake_ops_seen_by
 from autopar.ir.guards.guard_ops import NOTE
+from autopar.ir.guards.raising_branches import answer_without_error
 from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
 _NUMBERS = frozenset(("aten.item.default", "aten._local_scalar_dense.default"))
@@ -57,6 +58,7 @@ class KnownValues(TorchFunctionMode):
         self.known: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
         self.written: set[int] = set()  # storages of values into which something unknown was written
         self.symbols: dict[sympy.Symbol, tuple[torch.Tensor, Any]] = {}
+        self.computed: dict[sympy.Symbol, torch.Tensor] = {}  # numbers that are not known, as those of a loss
         self.pending: list[tuple[Sequence[torch.Tensor], str, str]] = []
 
     @contextmanager
@@ -137,6 +139,8 @@ class KnownValues(TorchFunctionMode):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty(int(mask.value.expand(shape).sum()))
         result = original()
+        if target in _NUMBERS and isinstance(result, (*_READ, torch.SymBool)):
+            self.computed |= dict.fromkeys(result.node.expr.free_symbols, tensors[0])
         if not is_known:
             if func._schema.is_mutable:
                 self._forget(args, kwargs, func)
@@ -224,17 +228,23 @@ class KnownValues(TorchFunctionMode):
         return answer
 
     def _decide(self, expression: Any) -> Any:
-        """The value of an expression of numbers that were read of tensors; None if it has others."""
+        """The value of an expression of numbers that were read of tensors; of others, what raises no error, or None."""
         symbols = sorted(expression.free_symbols, key=str)
-        if not symbols or any(symbol not in self.symbols for symbol in symbols):
+        sources = {symbol: read[0] for symbol, read in self.symbols.items()} | self.computed
+        if not symbols or any(symbol not in sources for symbol in symbols):
             return None
-        value = expression.xreplace({symbol: sympy.sympify(self.symbols[symbol][1]) for symbol in symbols})
+        if all(symbol in self.symbols for symbol in symbols):
+            value = expression.xreplace({symbol: sympy.sympify(self.symbols[symbol][1]) for symbol in symbols})
+        else:
+            value = {True: sympy.true, False: sympy.false, None: None}[answer_without_error()]
+        if value is None:
+            return None
         written = expression.xreplace({symbol: sympy.Symbol(f"v{i}") for i, symbol in enumerate(symbols)})
         if value is sympy.true:
             condition = str(written)
         else:
             condition = f"Not({written})" if value is sympy.false else f"Eq({written}, {value})"
-        self._guard([self.symbols[symbol][0] for symbol in symbols], condition)
+        self._guard([sources[symbol] for symbol in symbols], condition)
         return value
 
     def _guard(self, values: Sequence[torch.Tensor], condition: str) -> None:
