@@ -51,7 +51,9 @@ def to_graph(
             raise
         return graph
     if outlined is export_outline and has_sizes_of_values(graph):
-        graph = _with_all_rows(model, args, kwargs, "given") or graph
+        # masks may follow from what another mask wrote, which the example does not tell once rows are any number
+        found = (_with_all_rows(model, args, kwargs, picks) for picks in ("given", "all"))
+        graph = next((each for each in found if each is not None), graph)
     return graph
 
 
