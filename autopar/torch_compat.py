@@ -66,6 +66,7 @@ __all__ = [
     "default_store",
     "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
     "disable_proxy_modes_tracing",  # torch.export does not record the calls inside
+    "fake_tensor",  # made of what is known of it: an op on fake tensors takes ten times as long
     "forget_meshes",
     "function_modes",
     "functions_applied_by",
@@ -92,8 +93,7 @@ __all__ = [
     "wants_one_graph",  # to refuse it by name
     "wants_whole_state",  # whether a state dict is made for one of all stages
     "watch_saved",  # files of parts, which torch writes and reads without asking whose they are
-    # a check between ranks is no part of the model's step: whoever counts that must not see it; there is no public way
-    "without_dispatch_modes",
+    "without_dispatch_modes",  # a check between ranks is no part of the model's step: who counts that must not see it
     "without_function_modes",
 ]
 
@@ -126,9 +126,7 @@ MEMBERS = {
     "_make_wrapper_subclass": "a tensor with a shape and a device and without content",
     "_get_fsdp_state": "how fully_shard stores a module's parameters; its methods only change it",
     **dict.fromkeys(("_fsdp_param_group", "_auto_reshard_after_forward"), "as _get_fsdp_state"),
-    **dict.fromkeys(
-        ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), "transformers: which masks it drops"
-    ),
+    **dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), "masks that transformers drops"),
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
 # Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.
@@ -141,10 +139,7 @@ CONNECTION_FAILED = ("gloo", "Connection closed by peer", "Connection reset by p
 
 
 class EagerDispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` that torch.compile never traces, so that its calls need no guard against that.
-
-    On tensors without data the guard takes an eighth of the time of a call.
-    """
+    """A `TorchDispatchMode` without the guard against torch.compile, an eighth of the time of a call without data."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -168,6 +163,15 @@ class RecordingMode(ProxyTorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisablePythonDispatcher():  # ops within ops take a third of the time without it
             return self._record(func, args, kwargs or {})
+
+
+def fake_tensor(mode: FakeTensorMode, strided: tuple, dtype: torch.dtype, base: torch.Tensor | None, at: int) -> Any:
+    """A fake tensor of the CPU with this (shape, strides), in memory of its own or in that of `base` from `at` on."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(*strided, dtype=dtype, device="meta")
+        if base is not None:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(base.untyped_storage(), at, *strided)
+        return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 @contextmanager

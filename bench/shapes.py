@@ -41,6 +41,7 @@ SIZES = {  # of calls, in order: (rows, tokens)
     "last batch, odd": (3, 73),
     "first length again": (8, 64),
 }
+WAYS = {"gpt2": True, "gpt2 for inference": False}  # of generate: whether the compiled model trains
 PROMPTS = {"first prompt": 5, "second prompt": 8, "third prompt": 11}
 NUM_NEW = 32
 
@@ -142,17 +143,17 @@ def measure_calls(name: str) -> list[Row]:
     return rows
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, *, trains: bool = True) -> nn.Module:
     """The model on all ranks, planned at its first call."""
-    return autopar.compile(model, (NUM_RANKS,), cluster="cpu")
+    return autopar.compile(model, (NUM_RANKS,), cluster="cpu", trains=trains)
 
 
-def measure_generate() -> list[Row]:
+def measure_generate(way: str) -> list[Row]:
     """A row for each prompt, on every rank; the tokens must be those of one device."""
     torch.manual_seed(0)
     truth = gpt2().eval()
     torch.manual_seed(0)
-    model = compiled(gpt2().eval())
+    model = compiled(gpt2().eval(), trains=WAYS[way])
     counts, rows = Counts(), []
     with counting(counts, model):
         for call, length in PROMPTS.items():
@@ -167,7 +168,7 @@ def measure_generate() -> list[Row]:
             if not torch.equal(found, expected):
                 raise RuntimeError(f"generate gives {found}, one device {expected}")
             alone = {"alone_s": alone_s, "alone_cpu_s": alone_cpu_s}
-            rows.append({"row": row_name("gpt2", call), "seconds": seconds, "cpu_s": cpu_s, **alone, **made})
+            rows.append({"row": row_name(way, call), "seconds": seconds, "cpu_s": cpu_s, **alone, **made})
     return rows
 
 
@@ -193,7 +194,8 @@ CALLS = Table(
 GENERATE = Table(
     "generate",
     f"{NUM_NEW} tokens by GPT-2 with two layers, 128 wide, and a cache, after prompts of {tuple(PROMPTS.values())}"
-    f" tokens, on {NUM_RANKS} gloo processes of one machine, and on one of them without autopar.",
+    f" tokens, on {NUM_RANKS} gloo processes of one machine, and on one of them without autopar. For inference:"
+    " compiled with trains=False, as a model that is not trained here.",
     (
         "call",
         "ms",
@@ -205,7 +207,7 @@ GENERATE = Table(
         "exports",
         "plans",
     ),
-    tuple(row_name("gpt2", call) for call in PROMPTS),
+    tuple(row_name(way, call) for way in WAYS for call in PROMPTS),
     _generate_cells,
 )
 TABLES = (CALLS, GENERATE)
@@ -219,10 +221,11 @@ def run_rank(rank: int, folder: str, wanted: dict[str, Sequence[str]]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=NUM_RANKS)
     found: dict[str, list[Row]] = {CALLS.title: [], GENERATE.title: []}
     for model in MODELS:
-        if any(row.startswith(model) for row in wanted[CALLS.title]):
+        if any(row.startswith(f"{model},") for row in wanted[CALLS.title]):
             found[CALLS.title] += measure_calls(model)
-    if wanted[GENERATE.title]:
-        found[GENERATE.title] += measure_generate()
+    for way in WAYS:
+        if any(row.startswith(f"{way},") for row in wanted[GENERATE.title]):
+            found[GENERATE.title] += measure_generate(way)
     if rank == 0:
         shared = {"cores for all ranks": len(os.sched_getaffinity(0)), "load before": load}
         add("shapes", TABLES, found, {"threads a rank": 1, **shared})

@@ -136,6 +136,11 @@ def test_tensors_without_contents() -> None:
     with torch_compat.FakeTensorMode():
         x = torch.ones(2, device="cuda")
     assert isinstance(x, torch_compat.FakeTensor) and x.device.type == "cuda"
+    with torch_compat.FakeTensorMode() as mode:
+        x = torch.ones(6)
+        part = torch_compat.fake_tensor(mode, ((2, 2), (1, 2)), x.dtype, x, 1)
+    assert part.device.type == "cpu" and part.stride() == (1, 2) and part.storage_offset() == 1
+    assert part.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert torch_compat.is_traceable_wrapper_subclass_type(torch.distributed.tensor.DTensor)
     assert not torch_compat.is_traceable_wrapper_subclass(torch.ones(2))
 

@@ -94,7 +94,7 @@ def _measured(mesh: DeviceMesh, effort: Effort, path: Path) -> Cluster:
     if is_first(mesh):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save(fitted, path)
+            save(fitted.cluster, path)
         except (AutoparError, OSError) as error:
             warn(f"the calibration is measured again next time: {error}; {CACHE} names another folder")
     return fitted.cluster

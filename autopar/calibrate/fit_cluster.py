@@ -16,8 +16,9 @@ from autopar.calibrate.line_fit import Line, fit_line
 from autopar.calibrate.link_levels import host_name
 from autopar.calibrate.measure import Measured, OnRank
 from autopar.calibrate.probe_ops import OpTime, UpdateTime
-from autopar.calibrate.slowest_host import slow_hosts, slowest_of
+from autopar.calibrate.slowest_host import runs_alike, slow_hosts, slowest_of
 from autopar.calibrate.time_links import CollectiveTime, Groups
+from autopar.costmodel.cluster.device_groups import joined
 from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.costmodel.collective_time import collective_times
@@ -53,31 +54,54 @@ class Point:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A cluster and the points that it was fitted to. `slow_hosts`: host -> its compute times over the fastest one's,
-    of those slower by more than the fit's error.
+    """A cluster, whose devices are all as fast as the slowest host's, and the points that it was fitted to.
+
+    `slow_hosts`: host -> its compute times over the fastest one's, of those slower by more than the fit's error.
+    `groups`: where there are some, the cluster of a group of devices for each run of hosts that are alike.
     """
 
     cluster: Cluster
     points: tuple[Point, ...]
     slow_hosts: Mapping[str, float]
+    groups: Cluster | None = None
 
 
 def fit_cluster(measured: Measured, name: str, device_type: str, backend: str, levels: tuple[LinkLevel, ...]) -> Fitted:
     """The cluster of these timings; `levels` are those of its links where none were timed."""
-    ranks = slowest_of(measured)
+    devices = _devices(slowest_of(measured), name, device_type, backend)
+    levels = _levels(measured, devices) if measured.links else levels
+    num_ranks = len(measured.hosts)
+    cluster, points = _with_origin(devices, levels, measured, num_ranks, backend)
+    assert cluster.calibration is not None, "the cluster has its origin"
+    error = cluster.calibration.fit_error
+    members, of_hosts = [], list(dict.fromkeys(measured.hosts))
+    for part in runs_alike(measured, error):
+        own = _devices(slowest_of(part), f"{name} of host {of_hosts.index(part.hosts[0])}", device_type, backend)
+        members.append((len(part.hosts), _with_origin(own, levels, part, num_ranks, backend)[0]))
+    groups = joined(members, levels[-1]) if len(members) > 1 else None
+    return Fitted(cluster, points, slow_hosts(measured, error), groups)
+
+
+def _devices(ranks: OnRank, name: str, device_type: str, backend: str) -> Cluster:
+    """The cluster of devices of these timings, without links."""
     bare = replace(_bare(name, device_type, ranks), algorithms=_ALGORITHMS_OF.get(backend, ALGORITHMS))
     devices = replace(bare, product_shares=_product_shares(ranks, bare), memory_shares=_memory_shares(ranks, bare))
     devices = replace(devices, unaligned_shares=_unaligned_shares(ranks, devices))
     updates = _update_line(ranks.updates)
     share = 1 / (updates.beta_s_per_byte * bare.memory_bandwidth_bytes_per_s)
     shares = (*devices.memory_shares, MemoryShare("update", share))
-    devices = replace(devices, memory_shares=shares, update_s=updates.alpha_s)
-    cluster = replace(devices, levels=_levels(measured, devices) if measured.links else levels)
-    cluster = replace(cluster, overlap=measured.overlap)
-    points = (*_points_of_ops(ranks, cluster), *_points_of_links(measured.links, cluster, len(measured.hosts)))
+    return replace(devices, memory_shares=shares, update_s=updates.alpha_s)
+
+
+def _with_origin(
+    devices: Cluster, levels: tuple[LinkLevel, ...], measured: Measured, num_ranks: int, backend: str
+) -> tuple[Cluster, tuple[Point, ...]]:
+    """The cluster with its links and its origin, and the points of `measured`. `num_ranks`: on the links."""
+    cluster = replace(devices, levels=levels, overlap=measured.overlap)
+    of_links = _points_of_links(measured.links, cluster, num_ranks)
+    points = (*_points_of_ops(slowest_of(measured), cluster), *of_links)
     origin = _origin(measured, points, backend)
-    cluster = replace(cluster, calibration=origin, source=_source(origin))
-    return Fitted(cluster, points, slow_hosts(measured, origin.fit_error))
+    return replace(cluster, calibration=origin, source=_source(origin)), points
 
 
 def _bare(name: str, device_type: str, ranks: OnRank) -> Cluster:

@@ -29,6 +29,12 @@ def _lines(fitted: Fitted) -> Iterator[str]:
             latency = format_seconds(level.latency_s + level.group_rates[0].base_latency_s)
             rate = f"{level.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
             yield f"  link level {number}: {level.size} x {rate}, a send {latency}"
+    if fitted.groups is not None and fitted.groups.groups is not None:
+        for count, one in fitted.groups.groups.members:
+            rate, memory = one.flops_per_s["float32"] / 1e9, one.memory_bandwidth_bytes_per_s / 1e9
+            error = one.calibration.fit_error if one.calibration else 0.0
+            rates = f"products {rate:.4g} Gflop/s, memory {memory:.3g} GB/s"
+            yield f"  group of {count}, {one.name}: {rates}, fit {error:.1%} mean error"
     points = telling(fitted.points)
     yield f"  fit: {origin.fit_error:.1%} mean error over {len(points)} points, {origin.worst_error:.0%} worst"
     for term, of_term in by_term(points).items():

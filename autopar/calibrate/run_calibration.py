@@ -89,10 +89,10 @@ def calibrate(
     return fitted
 
 
-def save(fitted: Fitted, path: str | os.PathLike) -> None:
+def save(cluster: Cluster, path: str | os.PathLike) -> None:
     """Write the cluster's JSON to `path`, atomically; AutoparError if that fails."""
     try:
-        write(path, fitted.cluster.to_json())
+        write(path, cluster.to_json())
     except OSError as error:
         raise AutoparError(
             f"calibrate: the cluster cannot be written to {os.fspath(path)!r}: {error.strerror}; give the path of a new"
@@ -115,6 +115,7 @@ def _warn_of_slow(fitted: Fitted) -> None:
         error = fitted.cluster.calibration.fit_error if fitted.cluster.calibration else 0.0
         slow = ", ".join(f"{host} takes {times:.2f} times as long" for host, times in fitted.slow_hosts.items())
         warn(
-            f"calibrate: hosts differ by more than the fit's error of {error:.0%}: {slow} as the fastest; plans are"
-            " priced as if all were as slow as the slowest, which is what they wait for"
+            f"calibrate: hosts differ by more than the fit's error of {error:.0%}: {slow} as the fastest. In the file"
+            " of autopar calibrate --out hosts that are alike are a group of devices, which gets rows by its speed;"
+            " without a file plans are priced as if all were as slow as the slowest, which is what they wait for"
         )

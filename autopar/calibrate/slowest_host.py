@@ -1,8 +1,9 @@
-"""`slowest_of`: the timings of the slowest host, which all others wait for; `slow_hosts`: how much slower some are."""
+"""Hosts of different speeds: the timings of the slowest, how much slower some are, and which are alike."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from autopar.calibrate.link_levels import host_name
 from autopar.calibrate.measure import Measured, OnRank
 from autopar.calibrate.probe_ops import OpTime
+
+# Hosts whose speeds differ by less count as alike, however small the fit's error is.
+_LEAST_DIFFERENCE = 0.05
 
 
 def slowest_of(measured: Measured) -> OnRank:
@@ -58,15 +62,38 @@ def _slowest(rows: Sequence[Sequence[OpTime]]) -> tuple[OpTime, ...]:
 
 
 def slow_hosts(measured: Measured, fit_error: float) -> dict[str, float]:
-    """Host -> its times of ops over the fastest host's, where that exceeds 1 by more than the fit's error."""
-    times: dict[str, list[np.ndarray]] = defaultdict(list)
-    for host, rank in zip(measured.hosts, measured.ranks):
-        ops = [timed for products in rank.products.values() for timed in products] + list(rank.memory_bound)
-        times[host].append(np.array([timed.forward_s + timed.backward_s for timed in ops]))
-    typical = {host: float(np.exp(np.log(np.median(rows, axis=0)).mean())) for host, rows in times.items()}
+    """Host -> its times of ops over the fastest host's, where that exceeds 1 by more than the fit's error and 5 %."""
+    typical = _typical_times(measured)
     fastest = min(typical.values())
     return {
         f"host {number} ({host_name(host)})": time / fastest
         for number, (host, time) in enumerate(typical.items())
-        if time / fastest > 1 + fit_error
+        if time / fastest > 1 + max(fit_error, _LEAST_DIFFERENCE)
     }
+
+
+def runs_alike(measured: Measured, fit_error: float) -> list[Measured]:
+    """The timings of each run of ranks whose hosts are alike, in the order of ranks; the links are those of all ranks.
+
+    Hosts are alike if the slowest's times of ops exceed the fastest's by no more than the fit's error, or 5 %.
+    """
+    kinds: dict[str, int] = {}
+    number, first_s = -1, 0.0
+    for host, time in sorted(_typical_times(measured).items(), key=lambda item: item[1]):
+        if number < 0 or time / first_s > 1 + max(fit_error, _LEAST_DIFFERENCE):
+            number, first_s = number + 1, time
+        kinds[host] = number
+    runs = []
+    for _, run in groupby(zip(measured.hosts, measured.ranks), key=lambda pair: kinds[pair[0]]):
+        hosts, ranks = zip(*run)
+        runs.append(replace(measured, hosts=hosts, ranks=ranks))
+    return runs
+
+
+def _typical_times(measured: Measured) -> dict[str, float]:
+    """Host -> the geometric mean of its ops' times, each the median of its ranks."""
+    times: dict[str, list[np.ndarray]] = defaultdict(list)
+    for host, rank in zip(measured.hosts, measured.ranks):
+        ops = [timed for products in rank.products.values() for timed in products] + list(rank.memory_bound)
+        times[host].append(np.array([timed.forward_s + timed.backward_s for timed in ops]))
+    return {host: float(np.exp(np.log(np.median(rows, axis=0)).mean())) for host, rows in times.items()}

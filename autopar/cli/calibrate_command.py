@@ -44,7 +44,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         if is_first:
             print(report(fitted))
             if options.out:
-                save(fitted, options.out)
+                save(fitted.groups or fitted.cluster, options.out)
             if options.picture:
                 _draw(fitted, options.picture)
     return 0

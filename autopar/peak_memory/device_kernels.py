@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.costmodel.activations.count_storages import RunOp
 from autopar.costmodel.cluster.attention_kernel import FLASH, SEPARATE, AttentionCall, attention_kernel
 from autopar.runtime.load_program import namespace
-from autopar.torch_compat import FakeTensorMode
+from autopar.torch_compat import FakeTensor, FakeTensorMode, fake_tensor
 
 
 @contextmanager
@@ -26,49 +26,73 @@ def without_data(device_type: str) -> Iterator[RunOp]:
 
     Its value runs an op. A search for anomalies, which would read gradients, is off.
     """
-    device = torch.device("cpu" if device_type == "cpu" else "meta")
-    with torch.autograd.set_detect_anomaly(False), FakeTensorMode() if device_type == "cpu" else device:
-        yield KnownShapes(device).run
+    fake = FakeTensorMode() if device_type == "cpu" else None
+    with torch.autograd.set_detect_anomaly(False), fake or torch.device("meta"):
+        yield KnownShapes(fake).run
+
+
+# (shape and strides, dtype, offset) of a result.
+Recipe = tuple[tuple[torch.Size, tuple[int, ...]], torch.dtype, int]
 
 
 class KnownShapes:
-    """A cache of shapes on the device: a call with arguments of known shapes gives tensors of the known shapes."""
+    """A cache of shapes on the device: a call with arguments of known shapes gives tensors of the known shapes.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.results: dict[Hashable, Any] = {}
+    `fake`: the mode of fake tensors; None: on the meta device, where views are quick to make.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None) -> None:
+        self.fake = fake
+        self.results: dict[Hashable, tuple[Recipe | None, ...]] = {}
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of `func`, or new tensors like it."""
-        if func is _EQUAL:
-            return False  # as `istft` expects, which asks it of the sum of its windows and zero
-        if not _makes_all(func):
+        kind = _kind(func)
+        if kind == "other" or (kind != "new" and self.fake is None):
             return func(*args, **kwargs)
-        key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+        base = None if kind == "new" else args[0]
+        if base is not None and (type(base) is not FakeTensor or base.is_complex()):
+            return func(*args, **kwargs)
+        at = 0 if base is None else base.storage_offset()
+        key = (func, at, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
         recipe = self.results.get(key)
         if recipe is None:
+            before = () if base is None else (_recipe(base),)
             out = func(*args, **kwargs)
-            self.results[key] = _recipe(out)
+            made = tuple(map(_recipe, out if isinstance(out, tuple) else (out,)))
+            if kind != "in place" or made == before:
+                self.results[key] = made
             return out
-        if len(recipe) == 1 and recipe[0] is not None and len(func._schema.returns) == 1:
-            return _EMPTY(*recipe[0][:2], dtype=recipe[0][2], device=self.device)
-        made = tuple(one and _EMPTY(*one[:2], dtype=one[2], device=self.device) for one in recipe)
+        if kind == "in place":
+            return base
+        made = tuple(one and self._made(one, base) for one in recipe)
         return made if len(func._schema.returns) > 1 else made[0]
 
+    def _made(self, recipe: Recipe, base: torch.Tensor | None) -> torch.Tensor:
+        if self.fake is None:
+            return _EMPTY(*recipe[0], dtype=recipe[1], device=_META)
+        return fake_tensor(self.fake, *recipe[:2], base, recipe[2])
 
-_EQUAL = torch.ops.aten.equal.default
-_EMPTY = torch.ops.aten.empty_strided.default
+
+_EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
 
 
 @lru_cache(maxsize=2**16)
-def _makes_all(func: Any) -> bool:
-    """Whether an op neither writes to its arguments nor returns tensors that share their memory."""
-    returns = func._schema.returns
-    return (
-        bool(returns)
-        and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns)
-        and not func._schema.is_mutable
-    )
+def _kind(func: Any) -> str:
+    """The kind of an op: "new", all results are new tensors; "view", the result is a view of the first argument; "in
+    place", it is the first argument; "other".
+    """
+    returns, arguments = func._schema.returns, func._schema.arguments
+    if not returns or not all(str(one.type) == "Tensor" for one in returns):
+        return "other"
+    if all(one.alias_info is None for one in returns):
+        return "other" if func._schema.is_mutable else "new"
+    written = [one for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    if len(returns) > 1 or not arguments or arguments[0].alias_info is None:
+        return "other"
+    if not written:
+        return "view" if func.is_view else "other"
+    return "in place" if written == [arguments[0]] and returns[0].alias_info.is_write else "other"
 
 
 def _key(arg: Any) -> Hashable:
@@ -80,11 +104,9 @@ def _key(arg: Any) -> Hashable:
     return type(arg), arg
 
 
-def _recipe(out: Any) -> tuple[Any, ...]:
-    """(shape, strides, dtype) of each result; None for a gradient that is not needed."""
-    return tuple(
-        None if x is None else (x.shape, x.stride(), x.dtype) for x in (out if isinstance(out, tuple) else (out,))
-    )
+def _recipe(out: torch.Tensor | None) -> Recipe | None:
+    """The recipe of a tensor like a result; None for a gradient that is not needed."""
+    return None if out is None else ((out.shape, out.stride()), out.dtype, int(out.storage_offset()))
 
 
 def namespace_on(device_type: str) -> dict[str, Any]:

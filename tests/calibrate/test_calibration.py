@@ -3,17 +3,20 @@
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.calibrate.fit_cluster import Fitted, Point
 from autopar.calibrate.measure import Effort, measure_links
 from autopar.calibrate.run_calibration import calibrate, save
 from autopar.calibrate.time_links import Groups, TimedLinks
-from autopar.cli import main
+from autopar.cli import calibrate_command, main
 from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.costmodel.cluster.measured_terms import Calibration
 from autopar.errors import AutoparError
 from tests.workers import RankError, Ranks
 
@@ -175,16 +178,22 @@ def test_one_device_with_the_links_of_a_preset(tmp_path, capsys):
     assert not dist.is_initialized()
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    class Fitted:
-        cluster = load_cluster("cpu")
+def test_the_file_of_hosts_that_differ_has_their_groups(tmp_path, monkeypatch):
+    calibration = Calibration("", "gloo", 0.1, 0.2, {}, ("a", "b"), 5)
+    one, groups = replace(load_cluster("cpu"), calibration=calibration), load_cluster("2 cpu + 3 cpu over 1GB/s")
+    fitted = Fitted(one, (Point("update", 1.0, 1.0, 1.1),) * 2, {"host 1 (b)": 2.0}, groups)
+    monkeypatch.setattr(calibrate_command, "calibrate", lambda **_: fitted)
+    assert main(["calibrate", "--quick", "--links", "h100", "--out", str(tmp_path / "here.json")]) == 0
+    assert load_cluster(tmp_path / "here.json") == groups
 
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(AutoparError, match="No space left on device"):
-        save(Fitted(), tmp_path / "here.json")
+        save(load_cluster("cpu"), tmp_path / "here.json")
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,9 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
+import autopar
 from autopar.calibrate.fit_cluster import fit_cluster
 from autopar.calibrate.fit_report import report
 from autopar.calibrate.line_fit import fit_line
@@ -15,7 +17,9 @@ from autopar.calibrate.link_levels import level_sizes, ranks_per_host
 from autopar.calibrate.measure import FULL, QUICK, Measured, OnRank, measure_links
 from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products
 from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups
-from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
+from autopar.costmodel.cluster.device_groups import seen_by
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.load_cluster import cluster_from_json
 from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare, memory_share, product_share
 from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.roofline import shapes_time
@@ -68,6 +72,12 @@ def links(cluster: Cluster) -> tuple[CollectiveTime, ...]:
                 seconds = collective_times(cluster, (2, 2), (1 - level,), kind, size)
                 times.append(CollectiveTime(kind, groups, size, float(seconds)))
     return tuple(times)
+
+
+def scaled(share: float) -> Cluster:
+    """The truth with devices of this share of its rates."""
+    rates = {dtype: share * rate for dtype, rate in TRUTH.flops_per_s.items()}
+    return replace(TRUTH, flops_per_s=rates, memory_bandwidth_bytes_per_s=share * TRUTH.memory_bandwidth_bytes_per_s)
 
 
 @cache
@@ -138,11 +148,38 @@ def test_the_fit_error_is_that_of_the_noise():
 
 
 def test_a_slow_host_is_told_and_plans_wait_for_it():
-    slow = replace(TRUTH, flops_per_s={"float32": 2e10, "bfloat16": 8e10}, memory_bandwidth_bytes_per_s=3.2e9)
+    slow = scaled(0.4)
     both = replace(measured(), ranks=(on_rank(TRUTH), on_rank(TRUTH), on_rank(slow), on_rank(slow)))
     fitted = fit_cluster(both, "fitted", "cpu", "gloo", ())
     assert list(fitted.slow_hosts) == ["host 1 (b)"] and fitted.slow_hosts["host 1 (b)"] > 1.5
     assert fitted.cluster.flops_per_s["float32"] == pytest.approx(2e10, rel=0.02)
+    assert "group of 2, fitted of host 1: products 20 Gflop/s" in report(fitted)
+
+
+def test_hosts_that_are_alike_are_a_group_each_with_its_own_rows():
+    slow = scaled(0.4)
+    both = replace(measured(), ranks=(on_rank(TRUTH), on_rank(TRUTH), on_rank(slow), on_rank(slow)))
+    cluster = fit_cluster(both, "fitted", "cpu", "gloo", ()).groups
+    assert [count for count, _ in cluster.groups.members] == [2, 2]
+    for truth, (_, one) in zip((TRUTH, slow), cluster.groups.members):
+        assert one.flops_per_s["float32"] == pytest.approx(truth.flops_per_s["float32"], rel=0.02)
+        assert one.calibration.num_ranks == 2 and one.calibration.fit_error < 0.05
+    for kind in KINDS:
+        price = collective_times(seen_by(cluster, 1), (2, 2), (0,), kind, 300_000)
+        assert price == pytest.approx(float(collective_times(TRUTH, (2, 2), (0,), kind, 300_000)), rel=0.05)
+    assert cluster_from_json(cluster.to_json()) == cluster
+    batch = torch.empty(56_000, 512, device="meta")
+    plan = autopar.plan(nn.Linear(512, 512), "dp=4", args=(batch,), cluster=cluster, pins={"weight": "B"})
+    ((_, rows),) = plan.mesh.shares
+    assert sum(rows) == 56_000 and rows[0] / rows[-1] == pytest.approx(2.5, rel=0.01)
+
+
+def test_hosts_alike_with_others_between_are_two_groups():
+    ranks = tuple(on_rank(cluster) for cluster in (TRUTH, scaled(0.97), scaled(0.4), TRUTH))
+    hosts, sizes = ("a", "b", "c", "d"), (1, 4)
+    of_four = (CollectiveTime("p2p", Groups(2, 1, 4), size, 1e-4 + size / 1e9) for size in FULL.sizes)
+    fitted = fit_cluster(Measured(hosts, sizes, ranks, tuple(of_four), DATE), "fitted", "cpu", "gloo", ())
+    assert [count for count, _ in fitted.groups.groups.members] == [2, 1, 1]
 
 
 def test_all_ranks_have_the_date_of_the_measurement():

@@ -1,11 +1,15 @@
 """Tensors without data: what a GPU's kernels keep, by hand from what is known of them."""
 
+from random import Random
+
 import pytest
 import torch
 
 from autopar.costmodel.activations.count_storages import count_storages
-from autopar.peak_memory.device_kernels import namespace_on, without_data
+from autopar.peak_memory.device_kernels import KnownShapes, namespace_on, without_data
+from autopar.peak_memory.predict import predict_peak
 from autopar.sbp.axis import Axis
+from tests.runtime.any_plan import draw_example
 
 B, H, L, E = 2, 4, 64, 16
 SCORES = B * H * L * L
@@ -120,9 +124,23 @@ def test_dropout_keeps_a_byte_an_element():
                 assert dropout(x, 0.1, False).untyped_storage() is not None
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_spectrum_without_data_becomes_a_signal(device_type: str):
-    """Where `istft` asks whether the sum of its windows is zero."""
-    with without_data(device_type) as run, count_storages([], run):
-        signal = torch.istft(torch.empty(2, 9, 5, dtype=torch.complex64), 16, 4, window=torch.ones(16))
-    assert signal.shape == (2, 16)
+@pytest.mark.parametrize("seed", range(12))
+def test_known_shapes_are_those_of_the_ops(seed: int, monkeypatch: pytest.MonkeyPatch):
+    example = draw_example(Random(seed), 5)
+    known = predict_peak(example.graph, example.mesh, example.assignment, is_whole=True)
+    monkeypatch.setattr(KnownShapes, "run", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert predict_peak(example.graph, example.mesh, example.assignment, is_whole=True) == known
+
+
+def test_views_and_writes_of_known_shapes_share_memory():
+    with without_data("cpu") as run, count_storages((), run) as storages:
+        x = torch.empty(64, 32)
+        for _ in range(3):  # the first is run, the next are known
+            part = x[8:].t().reshape(32, 7, 8)
+            assert part.storage_offset() == 256
+            assert part.add_(1.0) is part and part.device.type == "cpu"
+            assert storages.num_bytes == 64 * 32 * 4
+            assert x[16:].t().storage_offset() == 512
+            twice = x.mul(2.0)
+            assert twice.stride() == (32, 1) and storages.num_bytes == 2 * 64 * 32 * 4
+            del twice

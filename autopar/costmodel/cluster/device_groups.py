@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
-from autopar.costmodel.cluster.hardware import VERSION, Cluster, DeviceGroups, LinkLevel
+from autopar.costmodel.cluster.hardware import VERSION, Cluster, DeviceGroups, LinkLevel, level_of
 
 _HOW = "write e.g. '8 v100-25g + 8 p100', or '8 v100-25g + 8 p100 over 3.1GB/s' to say what joins the groups"
 # The most groups of which all orders are tried.
@@ -176,7 +176,7 @@ def groups_from(fields: Mapping[str, Any], load: Callable[[Any], Cluster]) -> Cl
         raise ValueError(f"a cluster of another version: expected {VERSION}, found {fields['version']!r}")
     try:
         members = [(each["num_devices"], load(each["cluster"])) for each in fields["groups"]]
-        link = LinkLevel(0, **fields["link"]) if fields.get("link") is not None else None
+        link = level_of({"size": 0, **fields["link"]}) if fields.get("link") is not None else None
     except (TypeError, KeyError) as error:
         raise ValueError(
             f'groups are objects with "num_devices" and "cluster", the link one with "latency_s" and'

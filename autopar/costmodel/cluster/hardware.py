@@ -161,7 +161,7 @@ class Cluster:
     def _groups_content(self, groups: DeviceGroups) -> dict[str, Any]:
         """The content that `device_groups.groups_from` reads: the figures of all groups, whichever is seen."""
         members = [{"num_devices": count, "cluster": json.loads(one.to_json())} for count, one in groups.members]
-        link = {"latency_s": groups.link.latency_s, "bandwidth_bytes_per_s": groups.link.bandwidth_bytes_per_s}
+        link = {key: item for key, item in asdict(groups.link).items() if key != "size" and item != ()}
         content = {"version": VERSION, "name": self.name, "groups": members, "link": link}
         return content | ({"reordered_from": groups.reordered_from} if groups.reordered_from else {})
 
@@ -284,7 +284,7 @@ def cluster_from_json(text: str) -> Cluster:
             raise TypeError(f"{reprlib.repr(fields)} in place of an object")
         version = fields.pop("version", VERSION)
         if version == VERSION:
-            levels = tuple(LinkLevel(**level | _rows(level, group_rates=GroupRate)) for level in fields.pop("levels"))
+            levels = tuple(map(level_of, fields.pop("levels")))
             fields |= _rows(fields, product_shares=ProductShare, memory_shares=MemoryShare)
             fields |= {"algorithms": tuple(fields.get("algorithms", ALGORITHMS))}
             fields |= {"attention_kernels": tuple(fields.get("attention_kernels", ()))}
@@ -301,6 +301,12 @@ def cluster_from_json(text: str) -> Cluster:
         f"a cluster of another version: expected {VERSION}, found {reprlib.repr(version)}; calibrate again with this"
         " autopar"
     )
+
+
+def level_of(fields: dict[str, Any]) -> LinkLevel:
+    """The link level of its JSON object; TypeError for other fields."""
+    rates: dict[str, Any] = _rows(fields, group_rates=GroupRate)
+    return LinkLevel(**fields | rates)
 
 
 def _rows(fields: Mapping[str, Any], **kinds: type) -> dict[str, tuple]:
