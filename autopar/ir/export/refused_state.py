@@ -5,6 +5,7 @@ Other buffers that the forward replaces are written back.
 """
 
 import functools
+import inspect
 import os
 import pickle
 import random
@@ -44,6 +45,11 @@ _SEEDED = (
     "torch.manual_seed in forward would run while the model is traced and at no call: draw with that seed outside, and"
     " hand the numbers in as an argument or keep them in a buffer"
 )
+_REPLACED_DATA = (
+    "the forward sets the .data of a parameter (a momentum encoder?), which a program does not write to: do it around"
+    " the call, or register the tensors as buffers and write to those in place"
+)
+_DATA = inspect.getattr_static(torch.Tensor, "data")
 _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
 
@@ -107,6 +113,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for owner, name in ((torch.autograd, "autograd.backward"), (torch.Tensor, "Tensor.backward")):
             stack.enter_context(patch.object(owner, "backward", _refusal(_BACKWARD.format(name))))
+        stack.enter_context(patch.object(torch.Tensor, "data", property(_DATA.__get__, _set_data)))
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
@@ -237,6 +244,12 @@ class _Replaced:
                 if before is not None and now is not None and now is not before:
                     before.copy_(now)
         self.first.clear()
+
+
+def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
+    if isinstance(x, nn.Parameter):
+        raise TraceError(_REPLACED_DATA)
+    _DATA.__set__(x, data)
 
 
 def _refusal(message: str) -> Callable[..., Any]:

@@ -71,9 +71,16 @@ def differentiated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.weight.data = 0.9 * model.weight + 0.1
+    return x
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (averaged, r"`model.weight.data = .*sets the .data of a parameter"),
         (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
         (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),
         (differentiated, r"`x.sum\(\).backward\(\)`.*torch.Tensor.backward in forward is not recorded"),
