@@ -112,7 +112,7 @@ def _bare(name: str, device_type: str, ranks: OnRank) -> Cluster:
     kernel_s = median(
         [timed.forward_s for timed in ranks.tiny] + [timed.backward_s for timed in ranks.tiny if timed.backward_s]
     )
-    start = replace(start, kernel_s=kernel_s, flops_per_s={"float32": 1e30})
+    start = replace(start, kernel_s=kernel_s, fresh_s_per_byte=ranks.fresh_s_per_byte, flops_per_s={"float32": 1e30})
     family_of_all = family(ranks.memory_bound[0].op.target)
     adds = [timed for timed in ranks.memory_bound if family(timed.op.target) == family_of_all]
     bandwidth = median(_formula(timed.op, start)[0] / _rest(timed.forward_s, kernel_s) for timed in adds)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autopar.calibrate.fit_cluster import Fitted, Point, telling
+from autopar.costmodel.cluster.hardware import FRESH_BYTES
 from autopar.units import format_bytes, format_seconds
 
 _NUM_WORST = 3
@@ -24,6 +25,9 @@ def _lines(fitted: Fitted) -> Iterator[str]:
         f"  a kernel costs {format_seconds(cluster.kernel_s)}, updating a parameter {format_seconds(cluster.update_s)};"
         f" {format_bytes(cluster.memory_bytes)} of memory a rank"
     )
+    if cluster.fresh_s_per_byte:
+        large, gib_s = format_bytes(FRESH_BYTES), cluster.fresh_s_per_byte * 2**30
+        yield f"  memory of new tensors of {large} or more: {format_seconds(gib_s)} a GiB"
     for number, level in enumerate(cluster.levels):
         if level.group_rates:
             latency = format_seconds(level.latency_s + level.group_rates[0].base_latency_s)

@@ -16,6 +16,7 @@ from autopar.calibrate.probe_ops import (
     OpTime,
     UpdateTime,
     float8_flops_per_s,
+    fresh_s_per_byte,
     memory_bound,
     of_rows,
     products,
@@ -55,7 +56,7 @@ class OnRank:
     """The timings of one rank's device, made while all ranks make theirs.
 
     `products`: by dtype name. `tiny`: ops on next to nothing. `copy_bytes_per_s`: to the host's memory, one way.
-    `float8_flops_per_s`: 0 of a device without such products.
+    `float8_flops_per_s`: 0 of a device without such products. `fresh_s_per_byte`: as of `Cluster`.
     """
 
     products: dict[str, tuple[OpTime, ...]]
@@ -65,6 +66,7 @@ class OnRank:
     copy_bytes_per_s: float
     memory_bytes: int
     float8_flops_per_s: float = 0.0
+    fresh_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sha
     copy_s = call_s(lambda: there.copy_(copied, non_blocking=True), device, effort.op_s)
     to_host, memory_bytes = _COPIED_BYTES / copy_s, _memory_bytes(device, num_sharing)
     float8 = float8_flops_per_s(device, effort.op_s)
-    return OnRank(by_dtype, tuple(in_memory), tiny, updates, to_host, memory_bytes, float8)
+    fresh = fresh_s_per_byte(device, effort.op_s)
+    return OnRank(by_dtype, tuple(in_memory), tiny, updates, to_host, memory_bytes, float8, fresh)
 
 
 def measure_links(

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.call_time import TRIALS, Work, block_s, call_s, calls_within
+from autopar.costmodel.cluster.hardware import FRESH_BYTES
 from autopar.ir.call_args import call, resolve
 from autopar.ir.graph import Op, Slot, Value
 from autopar.runtime.interop.local_step import step_on_parts
@@ -27,6 +28,7 @@ _CONVOLUTIONS = {
 }
 # Bytes of the operand of a memory-bound op: activations of small and of large layers.
 _SIZES = {"cpu": (_MIB, 4 * _MIB, 16 * _MIB), "cuda": (64 * _MIB, 256 * _MIB)}
+_FRESH_BYTES = 2 * FRESH_BYTES
 _HELD_BYTES, _MOST_COPIES = 128 * _MIB, 16  # of operands and results of the calls in a row, beyond caches
 _ROW = 512  # elements that an op with rows (softmax, norms) reduces
 _CHANNELS, _IMAGE = (128, 256), 32  # of images whose batch is normed: a GPU is the faster the more channels there are
@@ -192,6 +194,15 @@ def time_updates(mesh: DeviceMesh, device: torch.device, budget_s: float) -> lis
         work: Work = optimizer.step
         times.append(UpdateTime(_NUM_UPDATED, 4 * math.prod(shape), call_s(work, device, budget_s)))
     return times
+
+
+def fresh_s_per_byte(device: torch.device, budget_s: float) -> float:
+    """Seconds for each byte of new tensors that a CPU's allocator does not keep, beyond writing them; 0 on a GPU."""
+    if device.type != "cpu":
+        return 0.0
+    x, kept = (torch.ones(_FRESH_BYTES, dtype=torch.uint8).view(torch.float32) for _ in range(2))
+    new_s, again_s = call_s(lambda: x.neg(), device, budget_s), call_s(lambda: torch.neg(x, out=kept), device, budget_s)
+    return max(0.0, new_s - again_s) / _FRESH_BYTES
 
 
 def _parameter(shape: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

@@ -31,6 +31,7 @@ def slowest_of(measured: Measured) -> OnRank:
         min(rank.copy_bytes_per_s for rank in each),
         min(rank.memory_bytes for rank in each),
         min(rank.float8_flops_per_s for rank in each),
+        max(rank.fresh_s_per_byte for rank in each),
     )
 
 
@@ -44,6 +45,7 @@ def _median_of(ranks: Sequence[OnRank]) -> OnRank:
         median(rank.copy_bytes_per_s for rank in ranks),
         min(rank.memory_bytes for rank in ranks),
         median(rank.float8_flops_per_s for rank in ranks),
+        median(rank.fresh_s_per_byte for rank in ranks),
     )
 
 

@@ -9,7 +9,7 @@ from autopar.costmodel.activations.activation_offload import is_moved, movings
 from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shares, region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
-from autopar.costmodel.memory import input_bytes, update_bytes, update_time
+from autopar.costmodel.memory import input_bytes, input_update_s
 from autopar.costmodel.overlap.pass_time import AtOp, BySeconds, PassCost, ends_with_overlap, has_overlap, lane_of
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
@@ -331,15 +331,11 @@ def _counted(few: Sampled, step: StepCost) -> Iterator[tuple[int, ConversionCost
 
 
 def _optimizer_s(few: Sampled, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> float:
-    num_bytes = num_updated = 0
-    for item in few.graph.inputs:
-        num, updated = (
-            few.num(item.value.name),
-            update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training),
-        )
-        num_bytes += num * updated
-        num_updated += num * bool(updated)
-    return update_time(num_bytes, num_updated, cluster)
+    layouts = assignment.layouts
+    return sum(
+        few.num(item.value.name) * input_update_s(item, layouts[item.value.name], mesh.shape, training, cluster)
+        for item in few.graph.inputs
+    )
 
 
 def _memory_bytes(

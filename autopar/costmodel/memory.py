@@ -7,7 +7,7 @@ from autopar.costmodel.activations.autograd_footprint import footprint, saved_by
 from autopar.costmodel.cluster.device_groups import cluster_of_rank
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import memory_share
-from autopar.costmodel.roofline import weight_share
+from autopar.costmodel.roofline import internal_bytes, weight_share
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Input, Op
 from autopar.ir.op_facts import Shapes
@@ -81,6 +81,23 @@ def update_time(num_bytes: float, num_parameters: int, cluster: Cluster) -> floa
     return update_s + num_parameters * cluster.update_s
 
 
+# New tensors of AdamW's step of one parameter after the other, which is torch's on CPUs: the root of the second moment,
+# and that over its correction.
+_UPDATE_TEMPORARIES = 2
+
+
+def input_update_s(
+    item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training, cluster: Cluster
+) -> float:
+    """Seconds of the optimizer's update of an input stored in `layout`; 0 of what is not updated."""
+    moved = update_bytes(item, layout, mesh_shape, training)
+    if not moved:
+        return 0.0
+    held = local_bytes(item.value.shape, item.value.stored_itemsize, layout, mesh_shape)
+    temporaries = _UPDATE_TEMPORARIES * training.optimizer.startswith("adam")
+    return update_time(moved, 1, cluster) + temporaries * cluster.fresh_s(held)
+
+
 @lru_cache(maxsize=2**16)
 def memory_layout(layout: Layout) -> Layout:
     """`layout` with I for R, which have the same memory."""
@@ -104,13 +121,3 @@ def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mes
         math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs)
     )
     return kept + internal_bytes(op, inputs)
-
-
-def internal_bytes(op: Op, inputs: Shapes) -> int:
-    """Bytes that `op` saves beyond its inputs and outputs, on local
-    inputs of these shapes: split like its first input.
-    """
-    whole = footprint(op).internal_bytes
-    if not whole or not op.inputs:
-        return whole
-    return whole * math.prod(inputs[0]) // max(math.prod(op.inputs[0].shape), 1)

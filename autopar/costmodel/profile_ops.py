@@ -7,7 +7,7 @@ import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
-from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, update_bytes, update_time
+from autopar.costmodel.memory import input_bytes, input_update_s, local_bytes, memory_layout
 from autopar.costmodel.roofline import weight_share
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, step_cost
@@ -120,8 +120,7 @@ def _of_inputs(
         gathered_bytes, gathered_s = stored[item.value.name]
         kinds = input_bytes(item, layout, mesh.shape, training)
         held = sum(kinds.values()) - (kinds["gradients"] if item.value.name in pending else 0) + gathered_bytes
-        updated = update_bytes(item, layout, mesh.shape, training)
-        time_s = update_time(updated, int(updated > 0), cluster) + gathered_s
+        time_s = input_update_s(item, layout, mesh.shape, training, cluster) + gathered_s
         if item.value.name in brought:
             state = optimizer_bytes(item, layout, mesh.shape, training)
             held -= (1 - brought[item.value.name]) * state

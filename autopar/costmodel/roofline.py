@@ -208,14 +208,38 @@ def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     if bytes_s and cluster.memory_shares:
         row = memory_share(cluster.memory_shares, family(op.target), str(op.outputs[0].dtype).removeprefix("torch."))
         forward_s, backward_s = bytes_s / row.forward, bytes_s / row.backward
+    fresh_s, fresh_back_s = _fresh_s(op, inputs, outputs, cluster)
     products = _backward_products(op, inputs) if flops_s else 1.0
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     is_view = not flops_s and not bytes_s
-    forward_s = max(flops_s, forward_s) + (0.0 if is_view else cluster.kernel_s)
+    forward_s = max(flops_s, forward_s) + (0.0 if is_view else cluster.kernel_s) + fresh_s
     if not is_tracked:
         return forward_s, 0.0
     kernels_s = 0.0 if is_view else max(1, math.ceil(products)) * cluster.kernel_s
-    return forward_s, max(products * again_s, backward_s * max(products, 1.0)) + kernels_s
+    return forward_s, max(products * again_s, backward_s * max(products, 1.0)) + kernels_s + fresh_back_s
+
+
+_PASSED_ON = "aten.add", "aten.sub"  # gradients are that of the result
+
+
+def _fresh_s(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the memory of new tensors: results and what is saved beside them, and gradients of the inputs."""
+    if not cluster.fresh_s_per_byte or footprint(op).is_view or op.target in (APPEND, WRITE):
+        return 0.0, 0.0
+    made = [math.prod(shape) * value.dtype.itemsize for shape, value in zip(outputs, op.outputs)]
+    back = [math.prod(shape) * value.dtype.itemsize for shape, value in zip(inputs, op.inputs) if value.needs_grad]
+    forward_s = sum(map(cluster.fresh_s, [*made, internal_bytes(op, inputs)]))
+    return forward_s, 0.0 if family(op.target) in _PASSED_ON else sum(map(cluster.fresh_s, back))
+
+
+def internal_bytes(op: Op, inputs: Shapes) -> int:
+    """Bytes that `op` saves beyond its inputs and outputs, on local
+    inputs of these shapes: split like its first input.
+    """
+    whole = footprint(op).internal_bytes
+    if not whole or not op.inputs:
+        return whole
+    return whole * math.prod(inputs[0]) // max(math.prod(op.inputs[0].shape), 1)
 
 
 def _rate_dtype(op: Op) -> torch.dtype:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.costmodel.activations.saved_activations import savings
-from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, update_bytes, update_time
+from autopar.costmodel.memory import input_bytes, input_update_s, local_bytes, memory_layout
 from autopar.costmodel.roofline import op_time
 from autopar.ir.graph import Input, Op
 from autopar.ir.op_facts import is_view
@@ -59,8 +59,9 @@ def _inputs(plan: Plan) -> Iterator[WholeRow]:
 
 
 def _update_s(plan: Plan, item: Input) -> float:
-    moved = update_bytes(item, plan.assignment.layouts[item.value.name], plan.mesh.shape, plan.training)
-    return update_time(moved, 0, plan.cluster) if moved else 0.0
+    layout = plan.assignment.layouts[item.value.name]
+    own_s = input_update_s(item, layout, plan.mesh.shape, plan.training, plan.cluster)
+    return max(0.0, own_s - plan.cluster.update_s)  # which parts take as well
 
 
 def _ops(plan: Plan) -> Iterator[WholeRow]:

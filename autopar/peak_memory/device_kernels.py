@@ -83,7 +83,7 @@ def _kind(func: Any) -> str:
     place", it is the first argument; "other".
     """
     returns, arguments = func._schema.returns, func._schema.arguments
-    if not returns or not all(str(one.type) == "Tensor" for one in returns):
+    if not returns or not all(str(one.type) == "Tensor" for one in returns) or torch.Tag.inplace_view in func.tags:
         return "other"
     if all(one.alias_info is None for one in returns):
         return "other" if func._schema.is_mutable else "new"

@@ -59,7 +59,9 @@ def on_rank(cluster: Cluster, device: torch.device = CPU) -> OnRank:
     updates = tuple(UpdateTime(8, size, 8 * (2e-4 + 7 * size / 4e9)) for size in (256, 2**18, 2**22))
     dtypes = (torch.float32, torch.bfloat16)[: 1 + (device != CPU)]
     in_memory = sum((timed(memory_bound(device, dtype, is_quick=False), cluster) for dtype in dtypes), ())
-    return OnRank(by_dtype, in_memory, timed(of_rows(2), cluster), updates, 4e9, 2**30)
+    return OnRank(
+        by_dtype, in_memory, timed(of_rows(2), cluster), updates, 4e9, 2**30, fresh_s_per_byte=3e-10 * (device == CPU)
+    )
 
 
 def links(cluster: Cluster) -> tuple[CollectiveTime, ...]:
@@ -92,6 +94,7 @@ def test_prices_of_a_known_cluster_are_recovered():
     assert fitted.cluster.memory_bandwidth_bytes_per_s == pytest.approx(8e9, rel=0.02)
     assert fitted.cluster.kernel_s == pytest.approx(2e-5, rel=0.1)
     assert fitted.cluster.update_s == pytest.approx(2e-4, rel=0.01)
+    assert fitted.cluster.fresh_s_per_byte == 3e-10
     gelu = next(row for row in fitted.cluster.memory_shares if row.op == "aten.gelu")
     assert (gelu.forward, gelu.backward) == pytest.approx((0.2, 0.1), rel=0.02)
     assert not fitted.slow_hosts and cluster_from_json(fitted.cluster.to_json()) == fitted.cluster
@@ -154,6 +157,7 @@ def test_a_slow_host_is_told_and_plans_wait_for_it():
     assert list(fitted.slow_hosts) == ["host 1 (b)"] and fitted.slow_hosts["host 1 (b)"] > 1.5
     assert fitted.cluster.flops_per_s["float32"] == pytest.approx(2e10, rel=0.02)
     assert "group of 2, fitted of host 1: products 20 Gflop/s" in report(fitted)
+    assert "memory of new tensors of 32 MiB or more: 322 ms a GiB" in report(fitted)
 
 
 def test_hosts_that_are_alike_are_a_group_each_with_its_own_rows():

@@ -271,3 +271,29 @@ def test_the_least_reuse_of_a_product_of_matrices_is_its_smallest_dim(name, rows
     op = make_op(target, *args, **kwargs)
     flops = op_flops(op, shapes(op.inputs), shapes(op.outputs))
     assert least_reuse(shapes(op.inputs), shapes(op.outputs), flops) == min(rows, columns, summed)
+
+
+def test_new_tensors_that_the_allocator_does_not_keep_cost_their_memory():
+    fresh = replace(CLUSTER, fresh_s_per_byte=1e-3)
+    rows, row = 2**13, 2**10  # 32 MiB of float32
+
+    def beyond(op: Op, num_devices: int = 1) -> tuple[float, ...]:
+        """Bytes of new memory in forward and backward, by rows."""
+        rows_split = Strategy((Signature((S(0),), (S(0),)),))
+        strategy = rows_split if num_devices > 1 else whole(op)
+        pairs = zip(*(op_time(op, strategy, (num_devices,), cluster) for cluster in (fresh, CLUSTER)))
+        return tuple(round((more - less) / 1e-3) for more, less in pairs)
+
+    whole_bytes = 4 * rows * row
+    x, weight = meta(rows, row), meta(row, row)
+    assert beyond(make_op("aten.gelu.default", x)) == (whole_bytes, whole_bytes)
+    assert beyond(make_op("aten.gelu.default", x), 2) == (0, 0)
+    assert beyond(make_op("aten.add.Tensor", x, x)) == (whole_bytes, 0)  # whose gradients are one tensor
+    assert beyond(make_op("aten.linear.default", x, weight)) == (whole_bytes, whole_bytes)  # not the weight's
+    assert beyond(make_op("aten.linear.default", meta(8, rows), meta(rows, rows))) == (0, 4 * rows * rows)
+    assert beyond(make_op("aten.view.default", x, (rows * row,))) == (0, 0)
+    saved = make_op("aten.cross_entropy_loss.default", x, meta(rows, dtype=torch.int64))
+    assert beyond(saved)[0] == whole_bytes + 4  # logarithms of softmax, and the number of rows
+    assert shapes_time(make_op("aten.gelu.default", x), ((rows, row),), ((rows, row),), fresh.at_best()) == shapes_time(
+        make_op("aten.gelu.default", x), ((rows, row),), ((rows, row),), CLUSTER
+    )

@@ -63,8 +63,9 @@ class Cluster:
 
     Rates are what all ranks of a host reach at the same time: of processes that share cores each has its part. Terms
     that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
-    fixed seconds of updating one parameter; `algorithms`, of which the backend takes the fastest ("nested": level by
-    level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
+    fixed seconds of updating one parameter; `fresh_s_per_byte`, seconds for each byte of a new tensor that is too large
+    for the host's allocator to keep (`fresh_s`); `algorithms`, of which the backend takes the fastest ("nested": level
+    by level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
     `unaligned_shares`, dtype name -> share that products of matrices reach of that if rows of an operand or of the
     result are no whole units of 16 bytes, as tensor cores read them (NVIDIA, Matrix Multiplication Background);
     `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
@@ -84,6 +85,7 @@ class Cluster:
     device_type: str = "cuda"
     kernel_s: float = 0.0
     update_s: float = 0.0
+    fresh_s_per_byte: float = 0.0
     algorithms: tuple[str, ...] = ALGORITHMS
     product_shares: tuple[ProductShare, ...] = ()
     memory_shares: tuple[MemoryShare, ...] = ()
@@ -132,12 +134,20 @@ class Cluster:
             )
         return 1 / self.host_bandwidth_bytes_per_s
 
+    def fresh_s(self, num_bytes: float) -> float:
+        """Seconds that the system takes to give a new tensor of so many bytes its memory, page by page.
+
+        Of `FRESH_BYTES` or more glibc gives memory back at once, and asks for it anew (mallopt(3), M_MMAP_THRESHOLD);
+        of less, and on GPUs, allocators keep it.
+        """
+        return num_bytes * self.fresh_s_per_byte if num_bytes >= FRESH_BYTES else 0.0
+
     def at_best(self) -> "Cluster":
         """The cluster whose products reach, at any size, the largest share that their op reaches at some size.
 
         Attention is fused or written out, whichever is faster, and rows of any size are whole units.
 
-        No split of an op is faster on it than an equal part of the whole op.
+        No split of an op is faster on it than an equal part of the whole op; new memory takes no time.
         """
         best: dict[tuple[str, str], ProductShare] = {}
         for row in self.product_shares:
@@ -146,7 +156,9 @@ class Cluster:
             best[row.op, row.dtype] = replace(row, share=forward, backward=backward)
         kernels = (ANY,) if self.attention_kernels else ()
         shares = tuple(best.values())
-        return replace(self, product_shares=shares, unaligned_shares={}, attention_kernels=kernels)
+        return replace(
+            self, product_shares=shares, unaligned_shares={}, attention_kernels=kernels, fresh_s_per_byte=0.0
+        )
 
     def to_json(self) -> str:
         """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
@@ -167,13 +179,15 @@ class Cluster:
 
 
 # The fields that `to_json` leaves out if they are nothing.
-_TERMS = ("kernel_s", "update_s", "overlap", "algorithms", "product_shares", "memory_shares") + (
+_TERMS = ("kernel_s", "update_s", "fresh_s_per_byte", "overlap", "algorithms", "product_shares", "memory_shares") + (
     "unaligned_shares",
     "groups",
     "calibration",
     "attention_kernels",
 )
 
+# The bytes from which on glibc's allocator keeps no memory on hosts of 64 bits: DEFAULT_MMAP_THRESHOLD_MAX.
+FRESH_BYTES = 2**25
 # Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
 
@@ -256,6 +270,7 @@ def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
 def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
     yield "kernel_s", cluster.kernel_s, 0.0, _MOST
     yield "update_s", cluster.update_s, 0.0, _MOST
+    yield "fresh_s_per_byte", cluster.fresh_s_per_byte, 0.0, _MOST
     yield "overlap", cluster.overlap, 0.0, 1.0
     for number, level in enumerate(cluster.levels):
         for rate in level.group_rates:

@@ -11,7 +11,7 @@ from autopar.costmodel.activations.transients import transient_bytes
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.inner_collectives import inner_collectives
-from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, update_time, waiting_bytes
+from autopar.costmodel.memory import input_bytes, input_update_s, saved_by_op, waiting_bytes
 from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
 from autopar.costmodel.pricing.flows import Count, Flows
 from autopar.costmodel.pricing.options import Stored, distinct, offered
@@ -165,8 +165,7 @@ def _price_inputs(
 ) -> Prices:
     """The costs of a class of inputs, of which some may have optimizer state on the host."""
     layouts = [option.layout for option in options]
-    updated = [update_bytes(item, layout, mesh.shape, training) for layout in layouts]
-    cost_s = [update_time(num_bytes, int(num_bytes > 0), cluster) for num_bytes in updated]
+    cost_s = [input_update_s(item, layout, mesh.shape, training, cluster) for layout in layouts]
     kinds = [input_bytes(item, layout, mesh.shape, training) for layout in layouts]
     memory = [count.times * sum(found.values()) - count.num_pending * found.get("gradients", 0) for found in kinds]
     prices = count.times * np.array(cost_s), np.array(memory, dtype=np.float64)

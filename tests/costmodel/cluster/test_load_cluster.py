@@ -20,6 +20,7 @@ MEASURED = Cluster(
     "made up",
     kernel_s=1e-6,
     update_s=2e-6,
+    fresh_s_per_byte=3e-10,
     algorithms=("ring",),
     product_shares=(ProductShare(0.5, 8, "float32"), ProductShare(0.25, op="aten.bmm", backward=0.2)),
     memory_shares=(MemoryShare("aten.gelu", 0.5, 0.25), MemoryShare("update", 0.5)),

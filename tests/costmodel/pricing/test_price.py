@@ -40,6 +40,12 @@ from tests.zoo import ZOO
 CLUSTER = Cluster(
     "test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up", {}, 5e7
 )
+CLUSTER = replace(CLUSTER, fresh_s_per_byte=1e-7)
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.costmodel.cluster.hardware.FRESH_BYTES", 2**10)
 
 
 def random_choices(priced: Priced, seed: int, count: int) -> list[tuple[int, ...]]:
