@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.emulated_cluster import emulated_cluster
-from bench.models import WORKLOADS
+from bench.models import NETWORK_WORKLOADS
 from bench.report import Row, Table, add
 from bench.rows import parser, selected
 
@@ -46,7 +46,7 @@ def row_name(network: str, model: str) -> str:
     return f"{network}, {model}"
 
 
-ROW_NAMES = tuple(row_name(network.name, model) for network in NETWORKS for model in WORKLOADS)
+ROW_NAMES = tuple(row_name(network.name, model) for network in NETWORKS for model in NETWORK_WORKLOADS)
 
 
 def measure(network: Network, models: Sequence[str], module: str) -> list[Row]:
@@ -70,7 +70,7 @@ def measure_rows(name: str, table: Table, module: str, description: str | None) 
     """Measure the rows of `table` that the command line asks for, network by network, into bench/results/NAME."""
     wanted = selected([table], parser(description).parse_args(), name)[table.title]
     for network in NETWORKS:
-        models = [model for model in WORKLOADS if row_name(network.name, model) in wanted]
+        models = [model for model in NETWORK_WORKLOADS if row_name(network.name, model) in wanted]
         if models:
             print(f"{network.name}: {', '.join(models)}", file=sys.stderr, flush=True)
             add(name, [table], {table.title: measure(network, models, module)}, {"threads a rank": 1})

@@ -1,4 +1,4 @@
-"""The models of the step benchmark, and their tensor-parallel plans as a user would write them."""
+"""The models of the benchmarks of steps, and their tensor-parallel plans as a user would write them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Workload:
     """`model(*args)` is the scalar loss; args are the global batch, batch dim first. `blocks`: FQNs that FSDP wraps one
     by one.
 
-    `tensor_parallel` is the plan given to `parallelize_module`.
+    `tensor_parallel` is the plan given to `parallelize_module`; empty if that cannot split the model as it is written.
     """
 
     build: Callable[[], nn.Module]
@@ -74,6 +74,30 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
+class Language(nn.Module):
+    """A model of transformers and its cross-entropy: of the next tokens, or of what a decoder makes of `tokens`."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        given = {"decoder_input_ids": tokens} if self.body.config.is_encoder_decoder else {}
+        logits = self.body(tokens, **given, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Images(nn.Module):
+    """An image classifier of transformers and its cross-entropy."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.body(x).logits, labels)
+
+
 class Classifier(nn.Module):
     """A model and its cross-entropy."""
 
@@ -108,22 +132,102 @@ def _vgg_plan() -> dict[str, ParallelStyle]:
     return {"body.classifier.0": ColwiseParallel(), "body.classifier.3": RowwiseParallel()}
 
 
-def _tokens() -> tuple[torch.Tensor, ...]:
-    tokens = torch.randint(256, (8, 129))
+def _llama_plan() -> dict[str, ParallelStyle]:
+    layer = "body.model.layers.*"
+    column = {f"{layer}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    column |= {f"{layer}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    return {**column, f"{layer}.self_attn.o_proj": RowwiseParallel(), f"{layer}.mlp.down_proj": RowwiseParallel()}
+
+
+def _wide_mlp() -> nn.Module:
+    inner = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.GELU())]
+    return nn.Sequential(*inner, nn.Linear(2048, 4096))
+
+
+def _wide_mlp_plan() -> dict[str, ParallelStyle]:
+    return {f"body.{place}": ColwiseParallel() if place % 4 == 0 else RowwiseParallel() for place in (0, 2, 4, 6)}
+
+
+def _no_plan() -> dict[str, ParallelStyle]:
+    return {}
+
+
+def _tokens(vocabulary: int = 256, batch: int = 8, sequence: int = 128) -> tuple[torch.Tensor, ...]:
+    tokens = torch.randint(vocabulary, (batch, sequence + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _images(*shape: int) -> tuple[torch.Tensor, ...]:
-    return torch.randn(32, *shape), torch.randint(16, (32,))
+def _images(*shape: int, batch: int = 32, classes: int = 16) -> tuple[torch.Tensor, ...]:
+    return torch.randn(batch, *shape), torch.randint(classes, (batch,))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1024}
+    return Language(LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)))
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return Images(ViTForImageClassification(ViTConfig(**sizes, **drops, image_size=64, patch_size=8, num_labels=64)))
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 2, "num_heads": 8, "vocab_size": 1024}
+    return Language(T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)))
+
+
+def _moe() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return Language(MixtralForCausalLM(MixtralConfig(**sizes, **experts, **heads, max_position_embeddings=256)))
+
+
+def _layers(name: str, num: int) -> tuple[str, ...]:
+    return tuple(f"{name}.{number}" for number in range(num))
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "gpt": Workload(GPT, _tokens, tuple(f"blocks.{i}" for i in range(4)), _gpt_plan),
+    "gpt": Workload(GPT, _tokens, _layers("blocks", 4), _gpt_plan),
     "wide-mlp": Workload(
-        lambda: Classifier(MLP(hidden=1024)),
-        lambda: _images(1024),
-        tuple(f"body.blocks.{i}" for i in range(2)),
-        _mlp_plan,
+        lambda: Classifier(MLP(hidden=1024)), lambda: _images(1024), _layers("body.blocks", 2), _mlp_plan
     ),
     "vgg13": Workload(_vgg, lambda: _images(3, 32, 32), ("body.features", "body.classifier"), _vgg_plan),
+}
+
+# Of the benchmarks on networks: models and batches of a size at which their links matter.
+NETWORK_WORKLOADS: Mapping[str, Workload] = {
+    "gpt": Workload(lambda: GPT(vocabulary=4096), lambda: _tokens(4096, batch=16), _layers("blocks", 4), _gpt_plan),
+    "long-gpt": Workload(
+        lambda: GPT(vocabulary=512, sequence=512),
+        lambda: _tokens(512, batch=16, sequence=512),
+        _layers("blocks", 4),
+        _gpt_plan,
+    ),
+    "wide-mlp": Workload(
+        lambda: Classifier(_wide_mlp()),
+        lambda: _images(2048, batch=64, classes=4096),
+        ("body.0", "body.2", "body.4"),
+        _wide_mlp_plan,
+    ),
+    "vgg13": WORKLOADS["vgg13"],
+    "vit": Workload(_vit, lambda: _images(3, 64, 64, classes=64), _layers("body.vit.layers", 4), _no_plan),
+    "llama": Workload(_llama, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 4), _llama_plan),
+    "t5": Workload(
+        _t5,
+        lambda: _tokens(1024, batch=16),
+        (*_layers("body.encoder.block", 2), *_layers("body.decoder.block", 2)),
+        _no_plan,
+    ),
+    "moe": Workload(_moe, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 2), _no_plan),
 }

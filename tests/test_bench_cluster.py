@@ -16,6 +16,7 @@ SECONDS = {
     "DDP, 5 MB": [2.0, 2.0, 2.0],
     "FSDP2": [3.0, 3.0, 3.0],
     "FSDP2, gathered once": [1.0, 1.0, 1.0],
+    "floor of DDP": [0.5, 1.0, 1.0],
 }
 
 
@@ -25,7 +26,7 @@ def test_figures_of_a_row() -> None:
     assert ratio(SECONDS["autopar as DDP"], SECONDS["DDP, 5 MB"]) == (1.5, 1.0, 2.0)
     (line,) = cells({"network": "loopback", "model": "gpt", "seconds": SECONDS})
     assert line[2:6] == ("1000", "1000", "FSDP2, gathered once", "1.00 (1.00 to 1.00)")
-    assert line[6:] == ("1.50 (1.00 to 2.00)", "-", "-", "-", "-")
+    assert line[6:] == ("1.50 (1.00 to 2.00)", "-", "-", "-", "-", "4.00 (3.00 to 4.00)")
 
 
 @pytest.mark.emulated
@@ -34,6 +35,6 @@ def test_libraries_and_autopar_train_the_same_model_on_a_network(
 ) -> None:
     monkeypatch.setattr("bench.report.RESULTS", tmp_path)
     (row,) = measure(Network(2, 2, "10gbit"), ["wide-mlp"], cluster.RANKS)
-    assert len(row["seconds"]) == 13 and 0 <= row["overlap"] <= 1
+    assert len(row["seconds"]) == 15 and 0 <= row["overlap"] <= 1
     add("cluster", [cluster.TABLE], {cluster.TABLE.title: [row]}, {})
     assert load("cluster")[cluster.TABLE.title][0]["model"] == "wide-mlp"

@@ -9,9 +9,9 @@ process. Needs root and iproute2, but for the loopback of one host.
 
 from statistics import median
 
-from bench.cluster.run_ranks import DDP, OWN, ROUNDS, SAME
+from bench.cluster.run_ranks import BUCKETS_MB, DDP, FLOOR, OWN, ROUNDS, SAME
 from bench.each_network import ROW_NAMES, measure_rows
-from bench.networks.run_ranks import STEPS
+from bench.networks.run_ranks import MOST_STEPS
 from bench.report import Cells, Row, Table
 
 Seconds = dict[str, list[float]]
@@ -29,7 +29,7 @@ def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
 
 def fastest(seconds: Seconds, library: str = "") -> str:
     """The variant of least median time, of a library or of all."""
-    by_hand = [name for name in seconds if not name.startswith(OWN) and name.startswith(library)]
+    by_hand = [name for name in seconds if not name.startswith((OWN, FLOOR)) and name.startswith(library)]
     if library and library != DDP:
         by_hand = [library]
     return min(by_hand, key=lambda name: median(seconds[name]))
@@ -51,16 +51,18 @@ def cells(row: Row) -> list[Cells]:
         for library in SAME
     )
     times = (f"{1e3 * median(seconds[name]):.0f}" for name in (OWN, best))
-    return [(row["network"], row["model"], *times, best, _shown(seconds[OWN], seconds[best]), *same)]
+    to_floor = _shown(seconds[f"{OWN} as {DDP}"], seconds[FLOOR])
+    return [(row["network"], row["model"], *times, best, _shown(seconds[OWN], seconds[best]), *same, to_floor)]
 
 
 RANKS = "bench.cluster.run_ranks"
 TABLE = Table(
     "Steps beside libraries on networks of this machine",
     "Training steps (forward, backward, AdamW) of four gloo ranks in network namespaces whose links tc limits, one"
-    f" thread a rank, ratios of {ROUNDS} rounds of {STEPS} steps in turn: median, least and most. autopar: mesh left"
-    " open, planned for the network's own calibration. As a library: the same layout, run by autopar, over the library"
-    " (DDP: the best of three bucket sizes).",
+    f" thread a rank, ratios of {ROUNDS} rounds of up to {MOST_STEPS} steps in turn: median, least and most. autopar:"
+    " mesh left open, planned for the network's own calibration. As a library: the same layout, run by autopar, over"
+    f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). Floor of DDP: its compute and one all-reduce of"
+    " all gradients at once, of which none waits for the other.",
     (
         "network",
         "model",
@@ -69,6 +71,7 @@ TABLE = Table(
         "which is",
         "autopar over it",
         *(f"as {library}" for library in SAME),
+        "as DDP over its floor",
     ),
     ROW_NAMES,
     cells,

@@ -24,8 +24,8 @@ from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
-from bench.models import WORKLOADS, Workload
-from bench.networks.run_ranks import plans_of, timed_s
+from bench.models import NETWORK_WORKLOADS, Workload
+from bench.networks.run_ranks import WARM_STEPS, plans_of, steps_of_turn, timed_s
 from bench.step import (
     Args,
     Step,
@@ -42,8 +42,9 @@ from bench.step import (
 
 OWN = "autopar"
 ROUNDS = 7
-BUCKETS_MB = (1, 5, 25)
+BUCKETS_MB = (1, 5, 25, 100)
 DDP, FSDP, NO_RESHARD, TP, BOTH = "DDP", "FSDP2", "FSDP2, gathered once", "TP", "FSDP2 x TP"
+FLOOR = "floor of DDP"
 # Library -> the mesh and the hand plan with its layout.
 SAME = {
     DDP: ((4,), "ddp"),
@@ -71,7 +72,23 @@ def libraries(workload: Workload) -> dict[str, Callable[[nn.Module, Args], Step]
 
     found = {f"{DDP}, {size} MB": functools.partial(ddp, bucket_mb=size) for size in BUCKETS_MB}
     found |= {FSDP: functools.partial(fsdp, reshards=True), NO_RESHARD: functools.partial(fsdp, reshards=False)}
-    return found | {TP: of(with_tensor_parallel), BOTH: of(with_fsdp_and_tensor_parallel)}
+    if workload.tensor_parallel():
+        found |= {TP: of(with_tensor_parallel), BOTH: of(with_fsdp_and_tensor_parallel)}
+    return found
+
+
+def floor(model: nn.Module, args: Args) -> Step:
+    """A step of data parallelism's compute and of its collectives at once, none of which waits for the other."""
+    compute = _step(model, args)
+    gradients = torch.zeros(sum(x.numel() for x in model.parameters()))
+
+    def step() -> torch.Tensor:
+        work = dist.all_reduce(gradients, async_op=True)
+        loss = compute()
+        work.wait()
+        return loss
+
+    return step
 
 
 def _step(model: nn.Module, args: Args) -> Step:
@@ -86,28 +103,33 @@ def own(workload: Workload, cluster: Cluster) -> dict[str, Callable[[nn.Module, 
         return functools.partial(train_step, module, args, adamw(module))
 
     found = {OWN: functools.partial(compiled, mesh=4, cluster=cluster, num_microbatches=1)}
-    graph = trace(skeleton(workload.build()), workload.inputs(), {})
+    graph, by_hand = trace(skeleton(workload.build()), workload.inputs(), {}), libraries(workload)
+    by_hand[DDP] = by_hand[f"{DDP}, {BUCKETS_MB[0]} MB"]
     for shape in ((4,), (2, 2)):
         plans = plans_of(graph, as_mesh(shape), cluster)
         for library, (mesh, name) in SAME.items():
-            if mesh == shape and name in plans:
+            if mesh == shape and name in plans and library in by_hand:
                 found[f"{OWN} as {library}"] = functools.partial(compiled, mesh=mesh, plan=plans[name])
     return found
 
 
 def seconds_of(name: str, cluster: Cluster) -> dict[str, list[float]]:
     """Variant -> seconds of a step in each round; call on all ranks."""
-    workload, steps = WORKLOADS[name], dict[str, Step]()
+    workload, steps = NETWORK_WORKLOADS[name], dict[str, Step]()
     expected = one_process_losses(workload)
     for title, build in (own(workload, cluster) | libraries(workload)).items():
         torch.manual_seed(0)
         model = workload.build()
         steps[title] = build(model, workload.inputs())
         check_losses(title, losses_of(steps[title]), expected)
+    steps[FLOOR] = floor(workload.build(), workload.inputs())
+    for _ in range(WARM_STEPS):
+        steps[FLOOR]()
     seconds: dict[str, list[float]] = {title: [] for title in steps}
+    num_steps = steps_of_turn(list(steps.values()))
     for _ in range(ROUNDS):
         for title, step in steps.items():
-            seconds[title].append(timed_s(step))
+            seconds[title].append(timed_s(step, num_steps))
     return seconds
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from bench.each_network import ROW_NAMES, measure_rows
-from bench.networks.run_ranks import FOUND, MESHES, PRESET, ROUNDS, STEPS
+from bench.networks.run_ranks import FOUND, MESHES, MOST_STEPS, PRESET, ROUNDS
 from bench.report import Cells, Row, Table
 
 
@@ -58,7 +58,7 @@ RANKS = "bench.networks.run_ranks"
 TABLE = Table(
     "Plans on networks of this machine",
     "Training steps (forward, backward, AdamW) of gloo ranks in network namespaces whose links tc limits, one thread a"
-    f" rank, median of {ROUNDS} rounds of {STEPS} steps: every hand plan of meshes"
+    f" rank, median of {ROUNDS} rounds of up to {MOST_STEPS} steps: every hand plan of meshes"
     f" {' and '.join('x'.join(map(str, shape)) for shape in MESHES)} and the plans found. Error: of the predicted step"
     f" time, under the network's own calibration and under the preset {PRESET}. Regret: how much longer the plan takes"
     " that has the least price than the fastest of all.",

@@ -7,10 +7,11 @@ The first rank writes FOLDER/MODEL.json, a row for each plan.
 
 import functools
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -32,14 +33,15 @@ from autopar.mesh import Mesh, as_mesh
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.plans.plan import Plan, plan_of
 from autopar.sbp.candidates import annotate
-from bench.models import WORKLOADS, Workload
+from bench.models import NETWORK_WORKLOADS, Workload
 from bench.report import Row
 from bench.step import adamw, train_step
 
 PRESET = "cpu"
 MESHES = ((4,), (2, 2))
 FOUND = "found"
-ROUNDS, STEPS, WARM_STEPS = 7, 3, 2
+ROUNDS, MOST_STEPS, WARM_STEPS = 7, 3, 2
+TURN_S = 1.0  # of one plan in a round, if its steps are that short
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def plans_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, Plan]:
 
 def rows_of(name: str, network: str, cluster: Cluster, preset: Cluster) -> list[Row]:
     """The rows of a model; call on all ranks."""
-    workload = WORKLOADS[name]
+    workload = NETWORK_WORKLOADS[name]
     graph = trace(skeleton(workload.build()), workload.inputs(), {})
     ready: dict[str, Timed] = {}
     for shape in MESHES:
@@ -75,9 +77,10 @@ def rows_of(name: str, network: str, cluster: Cluster, preset: Cluster) -> list[
             preset_s = plan_of(graph, plan.assignment, mesh, preset).step_s
             ready[f"{title} on {mesh}"] = Timed(plan, preset_s, step_of(workload, plan))
     seconds: dict[str, list[float]] = {title: [] for title in ready}
+    num_steps = steps_of_turn([timed.step for timed in ready.values()])
     for _ in range(ROUNDS):
         for title, timed in ready.items():
-            seconds[title].append(timed_s(timed.step))
+            seconds[title].append(timed_s(timed.step, num_steps))
     return [
         {
             "row": f"{network}, {name}, {title}",
@@ -105,14 +108,21 @@ def step_of(workload: Workload, plan: Plan) -> Callable[[], torch.Tensor]:
     return step
 
 
-def timed_s(step: Callable[[], torch.Tensor]) -> float:
-    """Seconds of a step, until the last rank has made it."""
+def timed_s(step: Callable[[], torch.Tensor], num_steps: int) -> float:
+    """Seconds of a step, the mean of some, until the last rank has made it."""
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         step()
     dist.barrier()
-    return (time.perf_counter() - start) / STEPS
+    return (time.perf_counter() - start) / num_steps
+
+
+def steps_of_turn(steps: Sequence[Callable[[], torch.Tensor]]) -> int:
+    """How many steps are timed at once, the same on all ranks: as few as take about `TURN_S`, `MOST_STEPS` at most."""
+    found = torch.tensor([median(timed_s(step, 1) for step in steps)])
+    dist.broadcast(found, 0)
+    return max(1, min(MOST_STEPS, math.ceil(TURN_S / found.item())))
 
 
 def main() -> None:
