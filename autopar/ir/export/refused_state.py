@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.gradients.gradient_op import gradients_kept
+from autopar.ir.guards.assignments import assignments_kept
 from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
 from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
@@ -116,6 +117,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.Tensor, "data", property(_DATA.__get__, _set_data)))
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
+        stack.enter_context(assignments_kept())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         for written_out in (ctc_loss, gaussian_nll_loss):
             stack.enter_context(patch.object(functional, written_out.__name__, written_out))

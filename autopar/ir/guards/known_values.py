@@ -21,6 +21,7 @@ from autopar.ir.export.source_lines import quoted_here
 from autopar.ir.graph import resolve
 from autopar.ir.guards.example_values import MOST_ELEMENTS, value_of
 from autopar.ir.guards.export_hooks import answers_of_branches, fake_ops_seen_by
+from autopar.ir.guards.finite_answers import FiniteAnswers
 from autopar.ir.guards.guard_ops import NOTE
 from autopar.ir.guards.raising_branches import answer_without_error
 from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
@@ -59,6 +60,7 @@ class KnownValues(TorchFunctionMode):
         self.written: set[int] = set()  # storages of values into which something unknown was written
         self.symbols: dict[sympy.Symbol, tuple[torch.Tensor, Any]] = {}
         self.computed: dict[sympy.Symbol, torch.Tensor] = {}  # numbers that are not known, as those of a loss
+        self.finite = FiniteAnswers()
         self.pending: list[tuple[Sequence[torch.Tensor], str, str]] = []
 
     @contextmanager
@@ -80,6 +82,7 @@ class KnownValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.finite.note(func, args, result)
         if self.pending:
             self._flush()
         return result
@@ -139,6 +142,7 @@ class KnownValues(TorchFunctionMode):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty(int(mask.value.expand(shape).sum()))
         result = original()
+        self.finite.note(func, args, result)
         if target in _NUMBERS and isinstance(result, (*_READ, torch.SymBool)):
             self.computed |= dict.fromkeys(result.node.expr.free_symbols, tensors[0])
         if not is_known:
@@ -228,7 +232,9 @@ class KnownValues(TorchFunctionMode):
         return answer
 
     def _decide(self, expression: Any) -> Any:
-        """The value of an expression of numbers that were read of tensors; of others, what raises no error, or None."""
+        """The value of an expression of numbers that were read of tensors; if they are not known, what holds of finite
+        ones or raises no error, or None.
+        """
         symbols = sorted(expression.free_symbols, key=str)
         sources = {symbol: read[0] for symbol, read in self.symbols.items()} | self.computed
         if not symbols or any(symbol not in sources for symbol in symbols):
@@ -236,7 +242,11 @@ class KnownValues(TorchFunctionMode):
         if all(symbol in self.symbols for symbol in symbols):
             value = expression.xreplace({symbol: sympy.sympify(self.symbols[symbol][1]) for symbol in symbols})
         else:
-            value = {True: sympy.true, False: sympy.false, None: None}[answer_without_error()]
+            finite = {symbol: self.finite.of(source) for symbol, source in sources.items() if symbol in symbols}
+            if None not in finite.values():
+                value = expression.xreplace({symbol: sympy.Integer(truth) for symbol, truth in finite.items()})
+            else:
+                value = {True: sympy.true, False: sympy.false, None: None}[answer_without_error()]
         if value is None:
             return None
         written = expression.xreplace({symbol: sympy.Symbol(f"v{i}") for i, symbol in enumerate(symbols)})

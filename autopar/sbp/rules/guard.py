@@ -1,8 +1,11 @@
-"""The rule of the check of branches: the checked output is itself, the values that decide are whole on each rank."""
+"""Rules of ops that read values as a whole: the check of branches, whose output is the checked one, and the matching of
+predictions with targets.
+"""
 
 from collections.abc import Iterator
 
 from autopar.ir.graph import Op
+from autopar.ir.guards.assignments import ASSIGNMENT
 from autopar.ir.guards.guard_ops import GUARDED
 from autopar.sbp.placement import P, S
 from autopar.sbp.rules._by_name import signature, tensor_of
@@ -16,4 +19,9 @@ def guarded(op: Op) -> Iterator[Signature]:
     yield from signature(op, {"self": P}, P)
 
 
-RULES = {GUARDED: guarded}
+def assignment(op: Op) -> Iterator[Signature]:
+    """autopar.linear_sum_assignment: each choice depends on all costs."""
+    yield from ()
+
+
+RULES = {GUARDED: guarded, ASSIGNMENT: assignment}

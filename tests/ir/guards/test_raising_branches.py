@@ -1,4 +1,4 @@
-"""Checks of what a model computes, which raise an error where they fail: each call makes them again.
+"""Checks of what a model computes, which raise an error or ask for finite numbers: each call makes them again.
 
 PYTEST_DONT_REWRITE: the asserts here are those of models.
 """
@@ -57,11 +57,21 @@ def raises_unless(y: Tensor) -> None:
 
 
 def clamps(y: Tensor) -> None:
-    if y.isinf().any():
+    if not torch.isfinite(y).all():
         y.clamp_(-1, 1)
 
 
-@pytest.mark.parametrize("check", [asserts, asserts_two, raises, raises_unless])
+def replaces(y: Tensor) -> None:
+    if (y.isinf() | ~torch.isfinite(y)).any() or torch.isnan(y).any().item():
+        y.nan_to_num_()
+
+
+def clamps_large(y: Tensor) -> None:
+    if y.sum() > 1e3:
+        y.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("check", [asserts, asserts_two, raises, raises_unless, clamps, replaces])
 def test_a_check_of_results_holds_at_each_call(check: Callable[[Tensor], None]) -> None:
     model = Checked(check)
     graph = trace(model, (torch.randn(4, 3),), {})
@@ -75,7 +85,7 @@ def test_a_check_of_results_holds_at_each_call(check: Callable[[Tensor], None]) 
         run(graph, bad)
 
 
-@pytest.mark.parametrize("check", [clamps, raises_of_a_number])
+@pytest.mark.parametrize("check", [clamps_large, raises_of_a_number])
 def test_a_branch_of_which_both_ways_go_on_is_refused(check: Callable[[Tensor], None]) -> None:
     with pytest.raises(TraceError, match=r"branches on the values of a tensor|depends on the values|cannot be traced"):
         trace(Checked(check), (torch.randn(4, 3),), {})
