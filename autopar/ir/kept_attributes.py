@@ -200,12 +200,21 @@ def _exported(
         return export(), changed
 
 
+class Unannounced:
+    """A first base of a class made for an object that exists: `__init_subclass__` of the object's own class, which may
+    want arguments and keep lists of classes, is not called.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 @contextmanager
 def _reads_noted(owner: Any, places: Mapping[str, str], reads: _Reads) -> Iterator[None]:
     """A context in which the attributes in `places` that are read are added to `reads`."""
     kind, is_set = type(owner), set[str]()
 
-    class Noted(kind):
+    class Noted(Unannounced, kind):
         def __getattribute__(self, name: str) -> Any:
             if name in places and not reads.is_over:
                 reads.all.add(places[name])

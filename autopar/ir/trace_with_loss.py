@@ -119,6 +119,11 @@ class _WithLoss(nn.Module):
             # nevertheless.
             return loss_fn(model._call_impl(*args[:-1], **kwargs), args[-1])
 
+        if type(model).__call__ is not nn.Module.__call__:
+            raise TraceError(
+                f"{type(model).__name__} has a __call__ of its own, which loss_fn= would leave out: expected what it"
+                " does in forward, or the loss in the model"
+            )
         vars(forward)["__signature__"] = _signature(model, num_args)
         self.forward = forward
 

@@ -12,14 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, MeshError, MicrobatchError
+from autopar.ir.kept_attributes import Unannounced
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.logical.sum_tree import Node, SumOverRanks, blocks, nodes_of, sum_of
+from autopar.runtime.interop.own_forward import own_members
 from autopar.runtime.rank_agreement import peers_alive, take_from_first
 from autopar.runtime.seeded_rng import draw_seed
 from autopar.torch_compat import pytree
 
 
-class LogicalModule(nn.Module):
+class LogicalModule(Unannounced, nn.Module):
     """Mixed into the class of the user's model by `logical_module`. Its parameters are whole on every rank."""
 
     _logical: "LogicalRanks"
@@ -57,7 +59,8 @@ def logical_module(model: nn.Module, mesh: DeviceMesh, num_logical: int, loss_fn
         for name, x in take_from_first(mesh, tensors).items():
             tensors[name].copy_(x)
     original = type(model)
-    model.__class__ = type(original.__name__, (LogicalModule, original), {"__module__": original.__module__})
+    members = {"__module__": original.__module__} | own_members(model, LogicalModule)
+    model.__class__ = type(original.__name__, (LogicalModule, original), members)
     found = cast(LogicalModule, model)
     found._logical = ranks
     return found

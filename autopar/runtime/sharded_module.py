@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import AutoparError
+from autopar.ir.kept_attributes import Unannounced
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.mesh import PIPELINE
 from autopar.plans.plan import Plan
@@ -30,7 +31,7 @@ from autopar.runtime.interop.generation import for_generation
 from autopar.runtime.interop.loss_scale import take_loss_scale
 from autopar.runtime.interop.optimizer_stages import load_own_stages
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
-from autopar.runtime.interop.own_forward import OwnForward, forward_like
+from autopar.runtime.interop.own_forward import OwnForward, forward_like, own_members
 from autopar.runtime.interop.stand_ins import own_parameters, stand_in, take_written
 from autopar.runtime.interop.trainer_attributes import TrainerAttributes
 from autopar.runtime.load_program import torch_placements
@@ -45,10 +46,11 @@ from autopar.torch_compat import wants_grouped_state, wants_whole_state
 _numbers = itertools.count()  # of sharded modules of this process
 
 
-class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes, CompiledAfter):
+class ShardedModule(Unannounced, OwnForward, FullState, FullOptimizerState, TrainerAttributes, CompiledAfter):
     """Mixed into the class of the user's model by `shard_module`."""
 
     _autopar: Runtime
+    __call__ = nn.Module.__call__  # one of the model's own is traced, around its forward
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
@@ -253,7 +255,7 @@ def shard_module(
 def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
     """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs."""
     members = {"forward": forward_like(model), "__module__": original.__module__, "__doc__": original.__doc__}
-    members |= saving_pretrained(original) | for_generation(original)
+    members |= saving_pretrained(original) | for_generation(original) | own_members(model, ShardedModule)
     sharded = type(original.__name__, (ShardedModule, original), members)
     sharded.__qualname__ = original.__qualname__
     return sharded

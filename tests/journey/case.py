@@ -51,6 +51,7 @@ THEMES = (
     "further",
     "texts",
     "rounds",
+    "owned",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

@@ -55,8 +55,8 @@ _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("ad
 
 
 def check_given_model(model: nn.Module) -> None:
-    """AutoparError for a lazy module that has no parameters yet, a module that torch.compile wraps, and a hook on
-    gradients that was set before: a generated program calls no modules and has tensors of its own.
+    """AutoparError for a lazy module that has no parameters yet, a module that torch.compile wraps or torch.jit made,
+    and a hook on gradients that was set before: a generated program calls no modules and has tensors of its own.
     """
     for fqn, x in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(x):
@@ -71,6 +71,11 @@ def check_given_model(model: nn.Module) -> None:
             raise AutoparError(
                 f"{of} is what torch.compile returned: expected modules as written. Give autopar.compile the module in"
                 f" it, {inner}, and call torch.compile on what autopar.compile returns, or on nothing"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoparError(
+                f"{f'module {fqn}' if fqn else 'the model'} is what torch.jit.script, trace or load returned: expected"
+                " modules as written. Give autopar.compile the module that it was made of; functions may be scripted"
             )
     for hooks, of in _gradient_hooks(model):
         for hook in hooks:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
-from autopar.runtime.checks.dtensor_writes import handle_writes, is_of_stages
+from autopar.runtime.checks.dtensor_writes import handle_writes
+from autopar.runtime.checks.plain_operands import is_of_stages
 from autopar.runtime.process_groups import first_group
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
@@ -41,8 +42,9 @@ def handle_scalars_and_random_ops() -> None:
     `deep_copy` copies it; writes as `dtensor_writes` says.
     """
     handle_writes()
-    plain = {name: functools.partialmethod(_as_plain, name) for name in ("numpy", "tolist")}
-    for name, method in (plain | {"storage": _storage, "__deepcopy__": deep_copy}).items():
+    plain = {name: functools.partialmethod(_as_plain, name) for name in ("numpy", "tolist", "__dlpack__")}
+    own = {"storage": _storage, "__deepcopy__": deep_copy, "__format__": _formatted}
+    for name, method in (plain | own).items():
         setattr(DTensor, name, method)
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
@@ -75,13 +77,20 @@ def _is_initialised() -> bool:
 
 
 def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
-    """`x.numpy()` or `x.tolist()` of a DTensor that every rank has whole; AutoparError for any other."""
+    """`x.numpy()`, `x.tolist()`, or the memory that torch.from_dlpack(x) reads, of a DTensor that every rank has whole;
+    AutoparError for any other.
+    """
     if _is_whole(x):
         return getattr(x.to_local(), method)(*args, **kwargs)
     raise AutoparError(
         f"{method}() of a DTensor of placements {tuple(x.placements)}, of which each rank has a part: call"
         f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model"
     )
+
+
+def _formatted(x: DTensor, how: str) -> str:
+    """`f"{x:.3f}"` of a number, as of any tensor without dims; torch formats those of its own class alone."""
+    return format(x.detach().item(), how) if how and not x.ndim else object.__format__(x, how)
 
 
 def _storage(x: DTensor) -> NoReturn:

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError, warn
-from autopar.mesh import PIPELINE
-from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree, root_of
+from autopar.runtime.checks.plain_operands import handle_plain_operands, of_first
+from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree
 
 aten = torch.ops.aten
 
@@ -43,37 +42,16 @@ _ON_THE_WHOLE = (
 )
 # Reads of the same kind.
 _READ_ON_THE_WHOLE = (aten.allclose.default, aten.bincount.default, aten.masked_select.default, aten.nonzero.default)
-_WITH_PLAIN = (
-    aten.add_.Tensor,
-    aten.copy_.default,
-    aten.div_.Tensor,
-    aten.lerp_.Scalar,
-    aten.mul_.Tensor,
-    aten.sub_.Tensor,
-)
 _FACTORIES = ("arange", "eye", "full", "linspace", "logspace", "ones", "zeros")
-# By which a layer begins.
-_OF_LAYERS = (
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.embedding.default,
-    aten.mm.default,
-    aten.native_batch_norm.default,
-    aten.native_group_norm.default,
-    aten.native_layer_norm.default,
-)
-# By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
-_OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
 
 
 def handle_writes() -> None:
     """From now on the functions here compute in-place ops of every DTensor of the process that torch cannot."""
     handle_dtensor_ops(dict.fromkeys(_overloads(_MAY_COPY), _view))
     handle_dtensor_ops(dict.fromkeys(_overloads(_ON_THE_WHOLE), write_whole))
-    handle_dtensor_ops({aten.fill_.Tensor: _fill} | dict.fromkeys(_WITH_PLAIN, _write_plain))
+    handle_dtensor_ops({aten.fill_.Tensor: _fill})
     handle_dtensor_ops(dict.fromkeys((aten.index.Tensor, aten.index_select.default), _read_at))
-    handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
+    handle_plain_operands()
     compute_without_rule(_without_rule)
     handle_dtensor_ops(dict.fromkeys(_overloads(_FACTORIES, with_out=True), _make))
     handle_dtensor_ops(dict.fromkeys(_READ_ON_THE_WHOLE, _read_whole) | {aten.as_strided.default: _view})
@@ -143,52 +121,7 @@ def _whole_of(item: Any, like: DTensor) -> Any:
     """Of a DTensor all of it, of a plain tensor the first rank's."""
     if not isinstance(item, torch.Tensor):
         return item
-    return (item if isinstance(item, DTensor) else _of_first(item, like)).full_tensor()
-
-
-def is_of_stages(mesh: DeviceMesh) -> bool:
-    """Whether tensors on `mesh` are those of a rank's own stages; what is not planned yet lies on all ranks."""
-    return PIPELINE in (root_of(mesh).mesh_dim_names or ()) and PIPELINE not in (mesh.mesh_dim_names or ())
-
-
-def _of_first(x: torch.Tensor, like: DTensor) -> DTensor:
-    """The first rank's `x`, in parts as `like` if it has its shape.
-
-    AutoparError for values with stages, of which a rank sees its own only: numbers drawn one after the other for all
-    parameters would be others.
-    """
-    if x.ndim and x.is_floating_point() and is_of_stages(like.device_mesh):
-        raise AutoparError(
-            "a plain tensor was written into one of this rank's stages; whether it is what one device would write, a"
-            " rank that has some of the parameters only cannot know. Do it before autopar.compile, give whole tensors"
-            " to model.load_state_dict, or write distribute_tensor(x, p.device_mesh, p.placements)"
-        )
-    placements = like.placements if x.shape == like.shape else [Replicate()] * like.device_mesh.ndim
-    return distribute_tensor(x.detach().to(like.device), like.device_mesh, placements)
-
-
-def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The op as torch does it; AutoparError if plain tensors meet DTensors, as where a layer is called by itself."""
-    if any(type(item) in (torch.Tensor, torch.nn.Parameter) and item.ndim for item in args):
-        raise AutoparError(
-            f"{op} was called with a plain tensor beside a DTensor: a layer or method of a compiled model was called by"
-            " itself, or its parameter used outside. Call the model, or compile that layer as a model of its own, or"
-            " give distribute_tensor(x, p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
-        )
-    with as_torch_does(op):
-        return op(*args, **kwargs)
-
-
-def _check_alike(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The op as torch does it; AutoparError if a list has plain tensors beside DTensors."""
-    if any(not isinstance(item, DTensor) for item in args[0]):
-        raise AutoparError(
-            f"{op} was called with plain tensors beside DTensors, as where a norm is of the gradients of a compiled"
-            " model and of layers outside of it, or DistributedDataParallel is around both. Compile the module that has"
-            " both, or call clip_grad_norm_ for each, and wrap the layers outside alone"
-        )
-    with as_torch_does(op):
-        return op(*args, **kwargs)
+    return (item if isinstance(item, DTensor) else of_first(item, like)).full_tensor()
 
 
 def _read_at(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -198,7 +131,7 @@ def _read_at(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) for item in pytree.tree_leaves(rest)
     ):
         return _read_whole(op, args, kwargs)
-    placed = pytree.tree_map(lambda item: _of_first(item, x) if type(item) is torch.Tensor else item, rest)
+    placed = pytree.tree_map(lambda item: of_first(item, x) if type(item) is torch.Tensor else item, rest)
     with as_torch_does(op):
         return op(x, *placed, **kwargs)
 
@@ -251,24 +184,6 @@ def _read_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return pytree.tree_map_only(
         torch.Tensor, lambda y: distribute_tensor(y, mesh, [Replicate()] * mesh.ndim, src_data_rank=None), made
     )
-
-
-@torch.no_grad()
-def _write_plain(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An in-place op that may have a plain tensor for its second argument: the first rank's."""
-    x, other, *rest = args
-    if not isinstance(x, DTensor):
-        raise AutoparError(
-            f"{op} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
-            " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
-            " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
-            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
-            " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
-        )
-    if type(other) in (torch.Tensor, torch.nn.Parameter) and other.ndim:
-        args = x, _of_first(other, x), *rest
-    with as_torch_does(op):
-        return op(*args, **kwargs)
 
 
 @torch.no_grad()

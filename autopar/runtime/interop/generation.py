@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.ir.kept_attributes import Unannounced
 from autopar.runtime.dtensor_state import gathered
 from autopar.runtime.interop.full_state import all_called
 from autopar.runtime.interop.stand_ins import own_parameters
@@ -44,7 +45,7 @@ def _with_whole_tensors(model: Any, get_encoder: Callable[..., Any], args: Any, 
     return whole
 
 
-class _CalledWhole(nn.Module):
+class _CalledWhole(Unannounced, nn.Module):
     """Mixed into the class of a part of a sharded module that is called by itself: without gradients it runs on whole
     tensors, gathered for the call, as on one device.
     """

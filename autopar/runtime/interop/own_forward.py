@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import AutoparError, TraceError, warn
 from autopar.ir.export.meta_copy import bare as meta
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.precision.mixed_precision import traced_in
@@ -82,6 +83,31 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
             parameters=[own, *signature.parameters.values()]
         )
     return forward
+
+
+class _Unset:
+    """A name that a class lacks, though its bases have it."""
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        raise AttributeError
+
+
+def own_members(model: nn.Module, sharded: type[nn.Module]) -> dict[str, Any]:
+    """Members that `model` itself has under a public name of the class `sharded` that is mixed into its own: scripts
+    call them so, therefore they stay.
+    """
+    original = type(model)
+    kinds = itertools.takewhile(lambda kind: kind is not nn.Module, sharded.__mro__)
+    public = {name: None for kind in kinds for name in vars(kind) if name[0] != "_" and not hasattr(nn.Module, name)}
+    of_class = {name: inspect.getattr_static(original, name) for name in public if hasattr(original, name)}
+    tables: tuple[dict[str, Any], ...] = vars(model), model._modules, model._parameters, model._buffers
+    own = of_class | {name: _Unset() for name in public if any(name in table for table in tables)}
+    if own:
+        warn(
+            f"{original.__name__} has {', '.join(own)} of its own, which the compiled model keeps: autopar's, of the"
+            " same name, cannot be called; rename the model's own if you need it"
+        )
+    return own
 
 
 @contextmanager

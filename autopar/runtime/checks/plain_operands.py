@@ -1,0 +1,157 @@
+"""Plain tensors beside DTensors in one op, which torch refuses: element by element they are computed with, a layer or a
+list of both is refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.mesh import PIPELINE
+from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
+
+aten = torch.ops.aten
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OUTSIDE = (
+    "{} was called with a plain tensor that needs a gradient beside a DTensor: a parameter of a compiled model was used"
+    " outside of it, with what the model returned. Do that in the model's forward, or give p.full_tensor()"
+)
+# In place.
+_WRITES = (
+    aten.add_.Tensor,
+    aten.addcdiv_.default,
+    aten.addcmul_.default,
+    aten.copy_.default,
+    aten.div_.Tensor,
+    aten.lerp_.Scalar,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.mul_.Tensor,
+    aten.sub_.Tensor,
+)
+# Out of place.
+_READS = (
+    aten.add.Tensor,
+    aten.addcdiv.default,
+    aten.addcmul.default,
+    aten.bitwise_and.Tensor,
+    aten.div.Tensor,
+    aten.eq.Tensor,
+    aten.ge.Tensor,
+    aten.gt.Tensor,
+    aten.le.Tensor,
+    aten.lerp.Scalar,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.lt.Tensor,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mse_loss.default,
+    aten.mul.Tensor,
+    aten.ne.Tensor,
+    aten.sub.Tensor,
+    aten.where.self,
+)
+# By which a layer begins.
+_OF_LAYERS = (
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten.embedding.default,
+    aten.mm.default,
+    aten.native_batch_norm.default,
+    aten.native_group_norm.default,
+    aten.native_layer_norm.default,
+)
+# By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
+_OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
+
+
+def handle_plain_operands() -> None:
+    """From now on the functions here compute or refuse such ops of every DTensor of the process."""
+    handle_dtensor_ops(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_READS, _read))
+    handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
+
+
+def is_of_stages(mesh: DeviceMesh) -> bool:
+    """Whether tensors on `mesh` are those of a rank's own stages; what is not planned yet lies on all ranks."""
+    return PIPELINE in (root_of(mesh).mesh_dim_names or ()) and PIPELINE not in (mesh.mesh_dim_names or ())
+
+
+def of_first(x: torch.Tensor, like: DTensor) -> DTensor:
+    """The first rank's `x`, in parts as `like` if it has its shape.
+
+    AutoparError for values with stages, of which a rank sees its own only: numbers drawn one after the other for all
+    parameters would be others.
+    """
+    if x.ndim and x.is_floating_point() and is_of_stages(like.device_mesh):
+        raise AutoparError(
+            "a plain tensor was written into one of this rank's stages, or used with one; whether it is one device's, a"
+            " rank that has some of the parameters only cannot know. Do it before autopar.compile, give whole tensors"
+            " to model.load_state_dict, or write distribute_tensor(x, p.device_mesh, p.placements)"
+        )
+    is_alike = x.shape == like.shape and not any(placement.is_partial() for placement in like.placements)
+    placements = like.placements if is_alike else [Replicate()] * like.device_mesh.ndim
+    return distribute_tensor(x.detach().to(like.device), like.device_mesh, placements)
+
+
+def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op as torch does it; AutoparError if plain tensors meet DTensors, as where a layer is called by itself."""
+    if any(type(item) in _PLAIN and item.ndim for item in args):
+        raise AutoparError(
+            f"{op} was called with a plain tensor beside a DTensor: a layer or method of a compiled model was called by"
+            " itself, or its parameter used outside. Call the model, or compile that layer as a model of its own, or"
+            " give distribute_tensor(x, p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+        )
+    with as_torch_does(op):
+        return op(*args, **kwargs)
+
+
+def _check_alike(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op as torch does it; AutoparError if a list has plain tensors beside DTensors."""
+    if any(not isinstance(item, DTensor) for item in args[0]):
+        raise AutoparError(
+            f"{op} was called with plain tensors beside DTensors, as where a norm is of the gradients of a compiled"
+            " model and of layers outside of it, or DistributedDataParallel is around both. Compile the module that has"
+            " both, or call clip_grad_norm_ for each, and wrap the layers outside alone"
+        )
+    with as_torch_does(op):
+        return op(*args, **kwargs)
+
+
+def _read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op element by element: a plain tensor is the first rank's.
+
+    AutoparError for one that needs a gradient, which would be a DTensor.
+    """
+    plain = [type(item) in _PLAIN and item.ndim > 0 for item in args]
+    if any(plain):
+        if any(is_plain and item.requires_grad for is_plain, item in zip(plain, args)):
+            raise AutoparError(_OUTSIDE.format(op))
+        like = next(item for item in args if isinstance(item, DTensor))
+        args = [of_first(item, like) if is_plain else item for is_plain, item in zip(plain, args)]
+    with as_torch_does(op):
+        return op(*args, **kwargs)
+
+
+@torch.no_grad()
+def _write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An in-place op that may have plain tensors behind its first argument: the first rank's."""
+    x, *rest = args
+    if not isinstance(x, DTensor):
+        raise AutoparError(
+            f"{op} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
+            " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
+            " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
+            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
+            " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
+        )
+    rest = [of_first(item, x) if type(item) in _PLAIN and item.ndim else item for item in rest]
+    with as_torch_does(op):
+        return op(x, *rest, **kwargs)
