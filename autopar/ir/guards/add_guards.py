@@ -1,5 +1,6 @@
 """Guards in a graph under construction: what its first output checks, and sizes that follow from values."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,9 +46,7 @@ def _renumbered(condition: str, numbers: Sequence[int]) -> str:
     >>> _renumbered("Eq(v0, 3)", [5])
     'Eq(v5, 3)'
     """
-    for old in reversed(range(len(numbers))):
-        condition = condition.replace(f"v{old}", f"w{numbers[old]}")
-    return condition.replace("w", "v")
+    return re.sub(r"\bv(\d+)\b", lambda found: f"v{numbers[int(found[1])]}", condition)
 
 
 def emit_sized(

@@ -24,6 +24,7 @@ _LIBRARY.define("note_guard(Tensor[] values, str condition, str line) -> ()")
 _LIBRARY.define("guarded(Tensor self, Tensor[] values, str[] conditions, str[] lines) -> Tensor")
 _SIZED_LIBRARY = torch.library.Library(SIZED, "DEF")
 has_side_effect(torch.ops.autopar.note_guard.default)
+_FUNCTIONS: dict[str, Any] = {}  # of torch, in the conditions of this process: FloorDiv, IntTrueDiv, TruncToInt, ...
 
 
 def _guarded(
@@ -76,6 +77,12 @@ def _made(shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
     return empty + x.sum() if x.requires_grad else empty
 
 
+def condition_of(expression: Any) -> str:
+    """The text of an expression of `v0`, `v1`, ..."""
+    _FUNCTIONS.update({type(each).__name__: type(each) for each in expression.atoms(sympy.Function)})
+    return str(expression)
+
+
 def holds(condition: str, numbers: Sequence[Any]) -> bool:
     """Whether a condition such as "Eq(v0, 5)" is true of these numbers; it was written by `condition_of`."""
     given = {f"v{i}": sympy.sympify(number) for i, number in enumerate(numbers)}
@@ -84,7 +91,7 @@ def holds(condition: str, numbers: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(condition: str) -> Any:
-    return sympy.sympify(condition)
+    return sympy.sympify(condition, locals=_FUNCTIONS)
 
 
 def _shown(condition: str) -> str:

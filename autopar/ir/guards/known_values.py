@@ -22,7 +22,7 @@ from autopar.ir.graph import resolve
 from autopar.ir.guards.example_values import MOST_ELEMENTS, value_of
 from autopar.ir.guards.export_hooks import answers_of_branches, fake_ops_seen_by
 from autopar.ir.guards.finite_answers import FiniteAnswers
-from autopar.ir.guards.guard_ops import NOTE
+from autopar.ir.guards.guard_ops import NOTE, condition_of
 from autopar.ir.guards.raising_branches import answer_without_error
 from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
@@ -250,10 +250,9 @@ class KnownValues(TorchFunctionMode):
         if value is None:
             return None
         written = expression.xreplace({symbol: sympy.Symbol(f"v{i}") for i, symbol in enumerate(symbols)})
-        if value is sympy.true:
-            condition = str(written)
-        else:
-            condition = f"Not({written})" if value is sympy.false else f"Eq({written}, {value})"
+        condition = condition_of(written)
+        if value is not sympy.true:
+            condition = f"Not({condition})" if value is sympy.false else f"Eq({condition}, {value})"
         self._guard([sources[symbol] for symbol in symbols], condition)
         return value
 

@@ -64,6 +64,11 @@ def finds(model: Model, y: Tensor, mask: Tensor) -> Tensor:
     return y[mask[:, 0].nonzero().squeeze(1)].mean()
 
 
+def scales(model: Model, y: Tensor, sizes: Tensor) -> Tensor:
+    height, width = sizes.tolist()
+    return y[:, : int(height * (round(width * 1.5) / width) ** 2)].sum(1)
+
+
 def flags(model: Model, y: Tensor) -> Tensor:
     return y * 2 if model.flag else y
 
@@ -91,6 +96,7 @@ DECIDES: list[tuple[Callable[..., Tensor], Tensor | None, Tensor | None]] = [
     (hits, SOME, ONES),
     (selects, SOME, ONES),
     (finds, SOME, ONES),
+    (scales, torch.tensor([1, 2]), torch.tensor([2, 3])),
     (flags, None, None),
     (permutes, None, None),
     (distributes, None, None),
