@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,9 +119,10 @@ class Snapshot:
 def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
     """`export()`, which runs the forward of `model` once; TraceError for an attribute that holds state.
 
-    State is a tensor that depends on parameters, buffers or arguments and is read by the next call, or a number with
-    which the next call runs other ops. Such a tensor in place of another value, which the forward itself does not read,
-    is for a reader outside, and refused too. Of what else a program does not set, a user is told if it was there.
+    State is a tensor that depends on parameters, buffers or arguments and is read by the next call, not only asked
+    whether it is there, or a number with which the next call runs other ops. Such a tensor in place of another value,
+    which the forward itself does not read, is for a reader outside, and refused too. Of what else a program does not
+    set, a user is told if it was there.
     """
     program, changed = _exported(model, export)
     with_tensors = tuple(attribute for attribute in changed if attribute.tensors)
@@ -129,7 +130,7 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
         reads = _Reads()
         dependent = _dependent(_exported(model, export, reads, returned=with_tensors)[0])
         for attribute in with_tensors:
-            if attribute.place in reads.before & dependent:
+            if attribute.place in reads.before & dependent and _matters(model, export, with_tensors, program):
                 raise _refusal(attribute)
             if attribute.had_value and attribute.place in dependent - reads.all:
                 raise TraceError(
@@ -148,6 +149,19 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
             " leaves it as it is: return what you read later, or register it as a buffer"
         )
     return program
+
+
+def _matters(model: nn.Module, export: Export, left: tuple[Attribute, ...], program: ExportedProgram) -> bool:
+    """Whether a call that begins with tensors in these attributes does otherwise than `program`, or reads a tensor."""
+    shapes = [x.value.shape for x in left if isinstance(x.value, torch.Tensor) and not x.had_value]
+    if len(shapes) < len(left) or not all(type(n) is int for shape in shapes for n in shape):
+        return True
+    without_values = (torch.empty(x.value.shape, dtype=x.value.dtype, device="meta") for x in left)
+    starting = tuple(replace(x, value=value) for x, value in zip(left, without_values))
+    try:
+        return _exported(model, export, starting=starting)[0].graph_module.code != program.graph_module.code
+    except TraceError:
+        return True
 
 
 def _refusal(attribute: Attribute) -> TraceError:

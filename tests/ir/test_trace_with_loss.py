@@ -235,3 +235,35 @@ def test_calls_that_do_not_fit():
         trace_loss(case.model, F.cross_entropy, (), {})
     with pytest.raises(TraceError, match="forward takes"):
         trace_loss(case.model, F.cross_entropy, (*case.args, LABELS), {"y": 1})
+
+
+class Positioned(nn.Linear):
+    """Keeps an offset for calls that go on with a sequence, as Qwen-VL does."""
+
+    offset = None
+
+    def forward(self, x, start=0):
+        if self.offset is None or start == 0:
+            self.offset = x.argmax(-1, keepdim=True) + 1
+            return super().forward(x)
+        return super().forward(x) + self.offset
+
+
+class Averaged(nn.Linear):
+    """Asks for the offset of the call before, and of its numbers too."""
+
+    offset = None
+
+    def forward(self, x):
+        before, self.offset = self.offset, x.mean(0)
+        return super().forward(x) if before is None or bool((before > 0).all()) else super().forward(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*the forward sets attribute offset")
+def test_an_attribute_that_is_only_asked_whether_it_is_there_is_no_state():
+    trace_model = Positioned(3, 3)
+    graph = trace_loss(trace_model, F.cross_entropy, (torch.randn(2, 3), torch.tensor([0, 2])), {})
+    assert trace_model.offset is None
+    assert len(graph.of_kind("argument")) == 2
+    with pytest.raises(TraceError, match=r"the forward keeps state in attribute offset, which the next call reads"):
+        trace_loss(Averaged(3, 3), F.cross_entropy, (torch.randn(2, 3), torch.tensor([0, 2])), {})

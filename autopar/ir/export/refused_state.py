@@ -28,6 +28,7 @@ from autopar.ir.gradients.gradient_op import gradients_kept
 from autopar.ir.guards.assignments import assignments_kept
 from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
+from autopar.ir.guards.tensors_of_tensors import tensors_stacked
 from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
@@ -123,6 +124,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
         stack.enter_context(assignments_kept())
+        stack.enter_context(tensors_stacked())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         for written_out in (ctc_loss, gaussian_nll_loss):
             stack.enter_context(patch.object(functional, written_out.__name__, written_out))
