@@ -1,6 +1,7 @@
 """`emit`: a program printed as Python, so that the code that runs can be read."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar.codegen.names import axis_names, called, code, comment, keywords, local_name, variable
@@ -30,6 +31,8 @@ from autopar.sbp.redistribute import (
     collectives_together,
 )
 
+Inputs = tuple[tuple[Input, Layout], ...]
+
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
     """The source of `forward(self, *arguments)`; of a split program, that of `gather(self)` before it.
@@ -52,7 +55,8 @@ class _Emitter:
 
     def gather(self, gather: Gather) -> list[str]:
         results = [one.name for group in gather.results for one in group]
-        body = [*self._axes(), *self._inputs(_names_read(gather.steps) | set(results), ("parameter",))]
+        together = self._together(gather.steps, set(results))
+        body = [*self._axes(), *self._inputs(_names_read(gather.steps) | set(results), ("parameter",), together)]
         for step in gather.steps:
             body += self._step(step)
         body += ["return {", *(f"    {name!r}: {variable(name)}," for name in results), "}"]
@@ -81,22 +85,48 @@ class _Emitter:
 
     def _all_inputs(self) -> list[str]:
         outputs = {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
-        names = outputs | {name for _, name in self.program.mutations} | _names_read(self.program.steps)
+        kept = outputs | {name for _, name in self.program.mutations}
+        names = kept | _names_read(self.program.steps)
         if self.program.gather is None:
-            return self._inputs(names, ("parameter", "buffer", "constant", "argument"))
+            together = self._together(self.program.steps, kept)
+            return self._inputs(names, ("parameter", "buffer", "constant", "argument"), together)
         lines = self._inputs(names, ("buffer", "constant", "argument"))
         for one in (one for group in self.program.gather.results for one in group if one.name in names):
             lines.append(f"{variable(one.name)} = self.used[{one.name!r}]  {comment(describe(one.value, one.layout))}")
             lines += self._declare(one.name, one.layout)
         return lines
 
-    def _inputs(self, names: set[str], kinds: tuple[str, ...]) -> list[str]:
-        """The lines for the inputs of `kinds` whose names are among the `names` read."""
+    def _inputs(self, names: set[str], kinds: tuple[str, ...], together: Sequence[Inputs] = ()) -> list[str]:
+        """The lines for the inputs of `kinds` whose names are among the `names` read; several `together`."""
         lines = []
+        first = {group[0][0].value.name: group for group in together}
+        others = {item.value.name for group in together for item, _ in group[1:]}
         for item, layout in self.program.inputs:
-            if item.kind in kinds and item.value.name in names:
-                lines += [self._input(item, layout), *self._declare(item.value.name, layout)]
+            if item.kind not in kinds or item.value.name not in names or item.value.name in others:
+                continue
+            group = first.get(item.value.name, ((item, layout),))
+            lines += [self._input(item, layout)] if len(group) == 1 else _inputs_together(group)
+            lines += [text for one, of in group for text in self._declare(one.value.name, of)]
         return lines
+
+    def _together(self, steps: Sequence[AnyStep], kept: set[str]) -> list[Inputs]:
+        """The stored parameters that only one conversion together of these `steps` reads, by conversion.
+
+        Those of a lower dtype are cast by themselves. `kept`: names that are read besides.
+        """
+        num_reads = Counter(name for step in steps for name in reads(step))
+        stored = {
+            item.value.name: (item, layout)
+            for item, layout in self.program.inputs
+            if item.kind == "parameter" and item.value.stored_dtype is None and item.value.name not in kept
+        }
+        starts = (step.bucket if isinstance(step, StartGather) else step for step in steps if reads(step))
+        groups = [
+            tuple(stored[name] for name in bucket.sources if name in stored and num_reads[name] == 1)
+            for bucket in starts
+            if isinstance(bucket, ConvertTogether)
+        ]
+        return [group for group in groups if len(group) > 1]
 
     def _input(self, item: Input, layout: Layout) -> str:
         note = comment(describe(item.value, layout))
@@ -235,6 +265,11 @@ class _Emitter:
 
     def _axis(self, axes: tuple[int, ...]) -> str:
         return self.axis_names[axes]
+
+
+def _inputs_together(group: Inputs) -> list[str]:
+    names = [f"    {variable(item.value.name)},  {comment(describe(item.value, layout))}" for item, layout in group]
+    return ["(", *names, ") = self.locals_together(", *(f"    {item.fqn!r}," for item, _ in group), ")"]
 
 
 def _function(head: str, body: list[str]) -> list[str]:

@@ -20,6 +20,10 @@ class GatherSelf(Protocol):
         """This rank's part of a parameter or buffer."""
         ...
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        """`local` of several parameters, each of which is read by their conversion together alone."""
+        ...
+
 
 class GeneratedSelf(GatherSelf, Protocol):
     """The `self` of the emitted `forward`: this rank's tensors and axes."""

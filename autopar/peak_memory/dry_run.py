@@ -83,6 +83,9 @@ class Rank:
     def local(self, fqn: str) -> torch.Tensor:
         return self.state[fqn]
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
     def local_copy(self, fqn: str) -> torch.Tensor:
         return self.state[fqn].clone()
 

@@ -67,6 +67,9 @@ class _Gathering:
             part = self.stored[fqn] = _StoredPart.apply(part)
         return part
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
 
 @dataclass(eq=False)
 class OpenStep:

@@ -35,7 +35,7 @@ from autopar.runtime.saved_tensors.regather import regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.convert import convert, convert_together, move
-from autopar.sbp.in_flight import InFlight, arrived, cast_stored
+from autopar.sbp.in_flight import InFlight, all_arrived, cast_stored
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.nested import Nest
 from autopar.sbp.placement import E, I, L, Layout, P, R, S, shares
@@ -101,10 +101,16 @@ class Loaded:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
         state = self.state(fqn)
         if torch.is_grad_enabled():
-            return _Local.apply(state)
+            return _Locals.apply(state)[0]
         # to_local() makes a view of the part each time, which takes longer than a small op; torch detaches no tensor
         # subclass in inference mode that is no view of that mode
         return state.to_local() if torch.is_inference_mode_enabled() else state._local_tensor
+
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        """`local` of parameters that are converted together."""
+        if torch.is_grad_enabled():
+            return _Locals.apply(*map(self.state, fqns))
+        return tuple(map(self.local, fqns))
 
     def local_copy(self, fqn: str) -> torch.Tensor:
         """`local` of a buffer that is written back to."""
@@ -133,26 +139,35 @@ class MeshAxes:
         self.now = tuple(replace(axis, shares=sizes) if axis.shares else axis for axis in self.now)
 
 
-class _Local(torch.autograd.Function):
-    """A DTensor's local part, as `to_local` gives it; the gradient is a DTensor that can be differentiated again."""
+class _Locals(torch.autograd.Function):
+    """The local parts of DTensors, as `to_local` gives them; gradients are DTensors that can be differentiated again.
+
+    Those of parts that are converted together are there together too.
+    """
 
     @staticmethod
-    def forward(ctx, x):
-        ctx.spec = x._spec
+    def forward(ctx, *stored):
+        ctx.specs = [x._spec for x in stored]
         ctx.in_flight = list[InFlight]()
-        part = x.to_local()
-        return part.view_as(part)  # autograd makes the tensor returned a result of this
+        ctx.set_materialize_grads(False)
+        # autograd makes the tensors returned results of this
+        parts = tuple(part.view_as(part) for part in (x.to_local() for x in stored))
+        ctx.mark_non_differentiable(*(part for x, part in zip(stored, parts) if not x.requires_grad))
+        return parts
 
     @staticmethod
     def backward(ctx, *gradients):
-        (local,), spec = gradients, ctx.spec
         if ctx.in_flight:
             with peers_alive():
-                local = arrived(ctx.in_flight, local)
-        if not torch.is_grad_enabled():
-            return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # its __init__ does nothing, in 3 us
-        ends = {"shape": spec.shape, "stride": spec.stride}
-        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
+                gradients = all_arrived(ctx.in_flight, gradients)
+        return tuple(None if local is None else _of_spec(local, spec) for local, spec in zip(gradients, ctx.specs))
+
+
+def _of_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    if not torch.is_grad_enabled():
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # its __init__ does nothing, in 3 us
+    ends = {"shape": spec.shape, "stride": spec.stride}
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
 
 
 def load(program: Program, axes: tuple[Axis, ...], **fields: Any) -> Loaded:

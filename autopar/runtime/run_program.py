@@ -57,6 +57,9 @@ class Fetched:
     def local(self, fqn: str) -> torch.Tensor:
         return self.parts[fqn]
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
     def local_copy(self, fqn: str) -> torch.Tensor:
         return self.parts[fqn].clone()
 

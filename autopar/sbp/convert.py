@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.sbp.axis import Axis
-from autopar.sbp.in_flight import Landing, Receiver, expect, given_back, placeholder, taken, timed
+from autopar.sbp.in_flight import Landing, Receiver, expect, given_back, taken, timed
 from autopar.sbp.nested import Chain, gather_into, scatter_into
 from autopar.sbp.placement import P, Placement, R
 from autopar.sbp.uneven.dim_parts import DimParts
@@ -140,15 +140,15 @@ def _sum_in_flight(
     landing = cache(begin_together(axis, sources, targets, *(x.to(dtype) for x in gradients), is_async=True))
     for place, receiver in enumerate(ctx.waiting):
         receiver.put(landing, place, ctx.dtype)
-    return tuple(placeholder(x, _part_shape(x.shape, dst, axis), ctx.dtype) for x, dst in zip(gradients, targets))
+    nothing = gradients[0].new_zeros((), dtype=ctx.dtype)
+    return tuple(nothing.expand(_part_shape(x.shape, dst, axis)) for x, dst in zip(gradients, targets))
 
 
-def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> list[int]:
+def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> Sequence[int]:
     """The shape of a rank's part in `placement` of a whole tensor of `shape`."""
-    return [
-        axis.part_in(placement, size) if placement.is_split and dim == placement.dim else size
-        for dim, size in enumerate(shape)
-    ]
+    if not placement.is_split:
+        return shape
+    return [axis.part_in(placement, size) if dim == placement.dim else size for dim, size in enumerate(shape)]
 
 
 def move_together(
@@ -174,8 +174,10 @@ def begin_together(
 
     `is_async`: whether the collective goes on meanwhile; otherwise it has ended.
     """
-    changes = {(src.kind.replace("R", "I"), dst.kind.replace("R", "I")) for src, dst in zip(sources, targets)}
+    changes = {(_forward_kind(src), _forward_kind(dst)) for src, dst in zip(sources, targets)}
     assert len(changes) == 1, f"one bucket with several changes: {sources} -> {targets}"
+    if changes == {("I", "I")}:
+        return lambda: tensors
     extents = extents or (None,) * len(tensors)
     if axis.size > 1 and is_float8(tensors[0].dtype):
         as_bytes = [x.detach().view(torch.uint8) for x in tensors]
@@ -291,12 +293,17 @@ def dual(placement: Placement) -> Placement:
     return {"P": R, "R": P}.get(placement.kind, placement)
 
 
+def _forward_kind(placement: Placement) -> str:
+    """The kind of a placement; of the two of whole values, which differ by their gradients alone, I."""
+    return "I" if placement.kind == "R" else placement.kind
+
+
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, extent: int | None = None) -> torch.Tensor:
     """This rank's part of a tensor in placement `dst` from that in `src`, as `convert`, without a gradient.
 
     I and R are the same here: a whole value is equal on every rank.
     """
-    src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
+    src_kind, dst_kind = _forward_kind(src), _forward_kind(dst)
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x
     x = x.detach().resolve_conj().resolve_neg()  # collectives send memory as it is

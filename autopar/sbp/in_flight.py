@@ -112,7 +112,11 @@ def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
 
 def wide_of(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
     """The dtype in which gradients of `tensors` are taken, if it is another than theirs."""
-    dtypes = {one.wide for one in receivers(tensors)}
+    return _wide_of(receivers(tensors))
+
+
+def _wide_of(found: Sequence[Receiver]) -> torch.dtype | None:
+    dtypes = {one.wide for one in found}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -139,10 +143,23 @@ def arrived(in_flight: list[InFlight], gradient: torch.Tensor, output: int = 0) 
     return gradient
 
 
+def all_arrived(in_flight: list[InFlight], gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """`arrived` of each result of a node; None for one that has no gradient."""
+    by_output: dict[int, list[InFlight]] = {}
+    for one in in_flight:
+        by_output.setdefault(one.output, []).append(one)
+    in_flight.clear()
+    return tuple(
+        x if x is None or output not in by_output else arrived(by_output[output], x, output)
+        for output, x in enumerate(gradients)
+    )
+
+
 def expect(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Of a node of autograd that is made of `tensors`: where its gradients go, and what may be in flight to it."""
-    ctx.dtype, ctx.waiting, ctx.wide = tensors[0].dtype, waiting_nodes(tensors), wide_of(tensors)
-    ctx.receivers = receivers(tensors) if ctx.wide is not None else ()
+    found = receivers(tensors)
+    ctx.dtype, ctx.waiting, ctx.wide = tensors[0].dtype, () if _num_in_turn else found, _wide_of(found)
+    ctx.receivers = found if ctx.wide is not None else ()
     if ctx.wide is not None:
         ctx.in_flight = list[InFlight]()
 

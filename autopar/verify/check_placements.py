@@ -147,6 +147,9 @@ class _Referee:
             tensor = self.tensor(*self.inputs[fqn])
         return nn.Parameter(tensor) if tensor.requires_grad else tensor
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
     local_copy = local
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:

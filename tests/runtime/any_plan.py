@@ -287,6 +287,9 @@ class Rank:
     def local(self, fqn: str) -> torch.Tensor:
         return self.constants[fqn]
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
     def local_copy(self, fqn: str) -> torch.Tensor:
         return self.constants[fqn].clone()
 

@@ -72,6 +72,9 @@ class _Rank:
     def local(self, fqn: str) -> torch.Tensor:
         return self.state[fqn]
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self.local, fqns))
+
     def draw_seed(self) -> int:
         return 0
 

@@ -82,6 +82,9 @@ class Pass:
     def local(self, fqn: str) -> torch.Tensor:
         return self.loaded.local(fqn)
 
+    def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
+        return self.loaded.locals_together(*fqns)
+
     def local_copy(self, fqn: str) -> torch.Tensor:
         return self.loaded.local_copy(fqn)
 
