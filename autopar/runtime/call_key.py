@@ -181,4 +181,6 @@ def _describe(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, (float, complex)):  # -0.0 is another number than 0.0, and nan is the same one each time
         return type(leaf), repr(leaf)
-    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else "not supported"
+    if isinstance(leaf, CONSTANTS):
+        return type(leaf), leaf
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}", "not supported"  # the ranks cannot pickle any class

@@ -43,8 +43,9 @@ def handle_scalars_and_random_ops() -> None:
     """
     handle_writes()
     plain = {name: functools.partialmethod(_as_plain, name) for name in ("numpy", "tolist", "__dlpack__")}
+    refused = {name: functools.partialmethod(_without_memory, name) for name in ("share_memory_", "apply_")}
     own = {"storage": _storage, "__deepcopy__": deep_copy, "__format__": _formatted}
-    for name, method in (plain | own).items():
+    for name, method in (plain | refused | own).items():
         setattr(DTensor, name, method)
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
@@ -91,6 +92,14 @@ def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
 def _formatted(x: DTensor, how: str) -> str:
     """`f"{x:.3f}"` of a number, as of any tensor without dims; torch formats those of its own class alone."""
     return format(x.detach().item(), how) if how and not x.ndim else object.__format__(x, how)
+
+
+def _without_memory(x: DTensor, method: str, *_: Any) -> NoReturn:
+    """AutoparError in place of a crash: torch takes the memory of a DTensor, which has none, for that of its shape."""
+    raise AutoparError(
+        f"{method}() of a DTensor of shape {tuple(x.shape)}, of which each rank has a part in memory of its own: call"
+        " it of the model before autopar.compile, or of what model.full_state_dict() or x.full_tensor() gives"
+    )
 
 
 def _storage(x: DTensor) -> NoReturn:

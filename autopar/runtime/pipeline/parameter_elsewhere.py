@@ -18,7 +18,10 @@ from autopar.runtime.pipeline.stage_gradient import OF_STAGES_ONLY, StageGradien
 from autopar.torch_compat import pytree, without_function_modes
 
 aten = torch.ops.aten
-_READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__))
+_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "__dlpack__", "__format__", "share_memory_", "apply_")
+)
 
 
 class ParameterElsewhere(torch.Tensor):

@@ -210,3 +210,36 @@ def memory_of_a_weight(run: Run) -> Numbers:
     model = run.compile(Stack(), args=args)
     run.step(model, *args)
     return {fqn: torch.from_dlpack(p.detach()) for fqn, p in run.named(model)}
+
+
+@case(peers=False, refused="share_memory_.*full_state_dict")
+def shared_memory(run: Run) -> Numbers:
+    """model.share_memory() after compile, for processes beside the ranks"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    run.inner(model).share_memory()
+    return {"loss": run.step(model, *args)}
+
+
+class Given(Stack):
+    """Calls the function that it is given."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, act: Any = None) -> torch.Tensor:
+        return super().forward(x if act is None else act(x), y)
+
+
+@case(peers=False, refused="holds a builtins.builtin_function_or_method")
+def function_among_the_arguments(run: Run) -> Numbers:
+    """model(x, y, act=torch.tanh)"""
+    return {"loss": run.step(run.compile(Given()), *batch(), act=torch.tanh)}
+
+
+@case(peers=False, refused="holds a tests.journey.cases.owned.object_of_an_own_class.<locals>.Own")
+def object_of_an_own_class(run: Run) -> Numbers:
+    """model(x, y, act=an object of a class that a function defines)"""
+
+    class Own:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+    return {"loss": run.step(run.compile(Given()), *batch(), act=Own())}
