@@ -95,6 +95,48 @@ def test_compile_on_a_mesh_that_the_search_factorises(ranks4: Ranks) -> None:
     assert found == [found[0]] * 4 and math.prod(found[0][0]) == 4 and found[0][0] == found[0][1]
 
 
+def losses_on(ranks: list, axis_names: tuple[str, ...]) -> list[float] | str:
+    """Losses of two steps by `train_step`, in two microbatches, or the error; on one device for no ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    torch.manual_seed(0)
+    model, losses = MLP(), []
+    y = torch.randn_like(model(X).detach())
+    if ranks:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=axis_names)
+        how = {"loss_fn": torch.nn.functional.mse_loss, "num_microbatches": 2}
+        try:
+            model = autopar.compile(model, mesh, args=(X, y), **how)
+        except autopar.AutoparError as error:
+            return str(error)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        if ranks:
+            losses.append(model.train_step(X, y).item())
+        else:
+            losses.append((loss := torch.nn.functional.mse_loss(model(X), y)).item())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("ranks", "axis_names"),
+    [([[0, 1, 2, 3]], ("pp", "dp")), ([[[0, 1]], [[2, 3]]], ("dp", "pp", "tp"))],
+    ids=["outermost", "between"],
+)
+def test_pipeline_axis_of_one_rank_is_no_pipeline(ranks4: Ranks, ranks: list, axis_names: tuple[str, ...]) -> None:
+    for losses in ranks4.run(losses_on, ranks, axis_names):
+        assert losses == pytest.approx(losses_on([], ()), rel=1e-5)
+
+
+@pytest.mark.multirank
+def test_ranks_of_a_mesh_that_do_not_ascend_are_refused(ranks4: Ranks) -> None:
+    assert all("do not ascend along axis 0" in text for text in ranks4.run(losses_on, [3, 2, 1, 0], ("dp",)))
+
+
 def submesh() -> str:
     """A model on half of the ranks; the others are told that they have no part in it."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.mesh import stages_first_order
+from autopar.errors import MeshError
+from autopar.mesh import PIPELINE, stages_first_order
 from autopar.torch_compat import default_store, num_groups
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
@@ -155,14 +156,29 @@ def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh
 
 
 def with_stages_first(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` with its pipeline axis as the first, over its existing groups; every rank keeps its place."""
+    """`mesh` with its pipeline axis as the first, and without one of a single rank, over its existing groups; every
+    rank keeps its place. MeshError if ranks do not ascend.
+    """
+    for axis in range(mesh.ndim):
+        if not bool((mesh.mesh.diff(dim=axis) > 0).all()):
+            raise MeshError(
+                f"the ranks of mesh {mesh} do not ascend along axis {axis}; expected ascending ones, for the groups of"
+                " torch have their ranks in that order, so that parts would lie elsewhere than the mesh says"
+            )
     names = mesh.mesh_dim_names or ()
     order = stages_first_order(names)
+    if PIPELINE in names and mesh.size(order[0]) == 1:  # one stage is a model without stages
+        if mesh.ndim == 1:
+            return with_axis_names(mesh, ("dp",))
+        order = order[1:]
     if order == tuple(range(len(names))):
         return mesh
-    groups = [mesh.get_group(axis) for axis in order]
     axis_names = tuple(names[axis] for axis in order)
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.permute(order), mesh_dim_names=axis_names)
+    groups = [mesh.get_group(axis) for axis in order]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=axis_names)
+    ranks = mesh.mesh.permute(stages_first_order(names)).reshape([mesh.size(axis) for axis in order])
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=axis_names)
 
 
 def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:
