@@ -14,7 +14,7 @@ the same schedule; and the CPU seconds of planning for 64 + 64 devices beside 12
 cores of this machine, each a rank's (`bench.slowed`).
 """
 
-import sys
+import argparse
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -218,7 +218,12 @@ def main() -> None:
     """Calculate the rows of the tables that are named, or all, and write the results."""
     warnings.simplefilter("ignore")
     tables = [part for part, _ in PARTS.values()]
-    for name in sys.argv[1:] or PARTS:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    asked = options.parse_args().parts or [*PARTS]
+    if unknown := set(asked) - set(PARTS):
+        options.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    for name in asked:
         one, rows = PARTS[name]
         add("unequal", tables, {one.title: rows()}, {})
 

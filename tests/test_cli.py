@@ -224,7 +224,7 @@ def test_verify_as_a_command(file):
     command = [
         sys.executable,
         "-m",
-        "autopar.cli",
+        "autopar",
         "verify",
         f"{file}:build",
         "--mesh",

@@ -70,7 +70,7 @@ def slow_hosts(measured: Measured, fit_error: float) -> dict[str, float]:
     return {
         f"host {number} ({host_name(host)})": time / fastest
         for number, (host, time) in enumerate(typical.items())
-        if time / fastest > 1 + max(fit_error, _LEAST_DIFFERENCE)
+        if _is_slower(time, fastest, fit_error)
     }
 
 
@@ -82,7 +82,7 @@ def runs_alike(measured: Measured, fit_error: float) -> list[Measured]:
     kinds: dict[str, int] = {}
     number, first_s = -1, 0.0
     for host, time in sorted(_typical_times(measured).items(), key=lambda item: item[1]):
-        if number < 0 or time / first_s > 1 + max(fit_error, _LEAST_DIFFERENCE):
+        if number < 0 or _is_slower(time, first_s, fit_error):
             number, first_s = number + 1, time
         kinds[host] = number
     runs = []
@@ -90,6 +90,10 @@ def runs_alike(measured: Measured, fit_error: float) -> list[Measured]:
         hosts, ranks = zip(*run)
         runs.append(replace(measured, hosts=hosts, ranks=ranks))
     return runs
+
+
+def _is_slower(time_s: float, other_s: float, fit_error: float) -> bool:
+    return time_s / other_s > 1 + max(fit_error, _LEAST_DIFFERENCE)
 
 
 def _typical_times(measured: Measured) -> dict[str, float]:

@@ -224,7 +224,7 @@ class _OnMesh:
                 raise _TooMany(group, InfeasibleError(f"{self._name(group)}: {error}")) from error
             bound_s = max(bound_s, found.lower_bound_s)
             plan = self._of(found, mesh)
-            if plan.assignment not in tried and (fitting := self._fitting(plan)) is not None:
+            if plan.assignment not in tried and (fitting := self._fitting(plan, found)) is not None:
                 plans.append(replace(fitting, found_by=found.found_by))
             tried.append(plan.assignment)
             if plans and min(one.step_s for one in plans) * (1 - ENOUGH_GAP) <= bound_s:
@@ -251,17 +251,25 @@ class _OnMesh:
             limit = {"memory_limit_bytes": self._limit(group), "training": plan.training}
             yield plan_of(self.graph, choices, mesh, there, **limit)
 
-    def _fitting(self, plan: Plan) -> Plan | None:
-        """The plan with its peak if it fits in every group's memory, else None."""
+    def _fitting(self, plan: Plan, known: Plan | None = None) -> Plan | None:
+        """The plan with its peak if it fits in every group's memory, else None; `known`: as a group saw it before."""
         peaks, limit = [], plan.memory_limit_bytes
         for group, view in enumerate(self._views(plan)):
-            peak = max(self.predict(view) if self.predict else view.memory_bytes)
+            peak = max(self._peaks(view, known) if self.predict else view.memory_bytes)
             if peak > view.memory_limit_bytes:
                 self.exceeded = group
                 return None
             if view.cluster == plan.cluster:
                 peaks, limit = [peak] if self.predict else [], view.memory_limit_bytes
         return replace(plan, peak_bytes=tuple(peaks), memory_limit_bytes=limit)
+
+    def _peaks(self, view: Plan, known: Plan | None) -> Sequence[int]:
+        """The predicted peaks of what a group sees, which need not be predicted again where `known` is the same."""
+        if known is not None and known.peak_bytes:
+            choices = (known.mesh, known.cluster, known.assignment, known.training)
+            if choices == (view.mesh, view.cluster, view.assignment, view.training):
+                return known.peak_bytes
+        return self.predict(view)
 
     def _balanced(self, plan: Plan) -> Plan:
         """The same choices in the shares that follow from the speeds of the groups, as often as that gains."""
