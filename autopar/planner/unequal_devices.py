@@ -255,7 +255,7 @@ class _OnMesh:
         """The plan with its peak if it fits in every group's memory, else None; `known`: as a group saw it before."""
         peaks, limit = [], plan.memory_limit_bytes
         for group, view in enumerate(self._views(plan)):
-            peak = max(self._peaks(view, known) if self.predict else view.memory_bytes)
+            peak = max(self._peaks(self.predict, view, known) if self.predict else view.memory_bytes)
             if peak > view.memory_limit_bytes:
                 self.exceeded = group
                 return None
@@ -263,13 +263,14 @@ class _OnMesh:
                 peaks, limit = [peak] if self.predict else [], view.memory_limit_bytes
         return replace(plan, peak_bytes=tuple(peaks), memory_limit_bytes=limit)
 
-    def _peaks(self, view: Plan, known: Plan | None) -> Sequence[int]:
+    @staticmethod
+    def _peaks(predict: Predict, view: Plan, known: Plan | None) -> Sequence[int]:
         """The predicted peaks of what a group sees, which need not be predicted again where `known` is the same."""
         if known is not None and known.peak_bytes:
             choices = (known.mesh, known.cluster, known.assignment, known.training)
             if choices == (view.mesh, view.cluster, view.assignment, view.training):
                 return known.peak_bytes
-        return self.predict(view)
+        return predict(view)
 
     def _balanced(self, plan: Plan) -> Plan:
         """The same choices in the shares that follow from the speeds of the groups, as often as that gains."""
