@@ -29,7 +29,7 @@ from autopar.ir.guards.assignments import assignments_kept
 from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
 from autopar.ir.guards.tensors_of_tensors import tensors_stacked
-from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
+from autopar.torch_compat import FakeTensor, hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
     "{} in forward is not kept: let a custom torch.autograd.Function change the gradient in its backward, or read the"
@@ -120,7 +120,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for owner, name in ((torch.autograd, "autograd.backward"), (torch.Tensor, "Tensor.backward")):
             stack.enter_context(patch.object(owner, "backward", _refusal(_BACKWARD.format(name))))
-        stack.enter_context(patch.object(torch.Tensor, "data", property(_DATA.__get__, _set_data)))
+        stack.enter_context(patch.object(torch.Tensor, "data", property(_get_data, _set_data)))
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
         stack.enter_context(assignments_kept())
@@ -253,6 +253,12 @@ class _Replaced:
                 if before is not None and now is not None and now is not before:
                     before.copy_(now)
         self.first.clear()
+
+
+def _get_data(x: torch.Tensor) -> torch.Tensor:
+    """`x.detach()`, which is recorded, in code that is not torch's own: both share the memory and have no gradient."""
+    is_of_torch = sys._getframe(1).f_globals.get("__name__", "").split(".")[0] == "torch"
+    return _DATA.__get__(x) if is_of_torch or not isinstance(x, FakeTensor) else x.detach()
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:

@@ -45,6 +45,34 @@ def test_a_buffer_that_is_replaced_is_written_back(model: nn.Module, fqn: str) -
     assert torch.equal(model.get_buffer(fqn), torch.zeros(4)), "tracing leaves the model as it was"
 
 
+class Counting(nn.Module):
+    """A running mean that is written through .data, as in VQ-VAEs, and weights that are read through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.mean.data.mul_(0.9).add_(y.data, alpha=0.1)
+        return (y * y.data * self.layer.weight.data.norm() - self.mean).sum()
+
+
+def test_what_is_written_and_read_through_data_is_kept() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    graph = trace(model, (X,), {})
+    state = dict(model.named_parameters()) | {"mean": model.mean.clone()}
+    given = {item.value.name: state.get(item.fqn, X) for item in graph.inputs}
+    (found,), written = run(graph, given)
+    truth = model(X)
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(written["mean"], model.mean)
+    for one, other in zip(*(torch.autograd.grad(x, list(model.parameters())) for x in (found, truth))):
+        torch.testing.assert_close(one, other)
+
+
 class Calls(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
@@ -77,9 +105,15 @@ def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.weight.data.mul_(0.9)
+    return x
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (written, r"a tensor that needs a gradient is changed in place without autograd's knowledge"),
         (averaged, r"`model.weight.data = .*sets the .data of a parameter"),
         (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
         (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),

@@ -282,7 +282,7 @@ class Data(Block):
         return x + self.down(hidden + hidden.data.tanh())
 
 
-@case(refused=r"modules.py:\d+: .*\.detach\(\) in place of \.data")
+@case()
 def data_of_a_tensor(run: Run) -> Numbers:
     """hidden.data in forward: without gradient"""
     return stepped(run, Data)
