@@ -86,7 +86,8 @@ class ShardedModule(Unannounced, OwnForward, FullState, FullOptimizerState, Trai
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._autopar.current()
-        state, elsewhere = super().state_dict(*args, **kwargs), self._autopar.elsewhere
+        with torch.inference_mode(False):  # in which torch cannot detach a DTensor
+            state, elsewhere = super().state_dict(*args, **kwargs), self._autopar.elsewhere
         if elsewhere and wants_whole_state():
             names = [name for name, _ in self.named_modules(remove_duplicate=False)]
             return whole_state(state, names, self._autopar.mesh.get_group(PIPELINE))

@@ -78,7 +78,16 @@ def check_given_model(model: nn.Module) -> None:
                 f"{f'module {fqn}' if fqn else 'the model'} is what torch.jit.script, trace or load returned: expected"
                 " modules as written. Give autopar.compile the module that it was made of; functions may be scripted"
             )
-    for hooks, of in _gradient_hooks(model):
+    _check_hooks(_gradient_hooks(model))
+
+
+def check_modules_traced(model: nn.Module) -> None:
+    """AutoparError for a hook on gradients of a module, which was set since the model was given: it would not run."""
+    _check_hooks(_gradient_hooks_of_modules(model))
+
+
+def _check_hooks(found: Iterable[tuple[Iterable[Callable[..., Any]], str]]) -> None:
+    for hooks, of in found:
         for hook in hooks:
             raise AutoparError(
                 f"{of} has a hook on gradients, {_place(hook)}, which autopar.compile cannot keep. Of a parameter, set"
@@ -91,11 +100,15 @@ def _gradient_hooks(model: nn.Module) -> Iterator[tuple[Iterable[Callable[..., A
     for fqn, x in (*model.named_parameters(), *model.named_buffers()):
         yield (x._backward_hooks or {}).values(), f"parameter {fqn}"
         yield (x._post_accumulate_grad_hooks or {}).values(), f"parameter {fqn}"
+    yield from _gradient_hooks_of_modules(model)
+    for hooks in hooks_of_all_modules("backward"):
+        yield hooks.values(), "every module"
+
+
+def _gradient_hooks_of_modules(model: nn.Module) -> Iterator[tuple[Iterable[Callable[..., Any]], str]]:
     for fqn, module in model.named_modules():
         name = f"module {fqn}" if fqn else "the model"
         yield (*module._backward_hooks.values(), *module._backward_pre_hooks.values()), name
-    for hooks in hooks_of_all_modules("backward"):
-        yield hooks.values(), "every module"
 
 
 def _place(hook: Any) -> str:

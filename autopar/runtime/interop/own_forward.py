@@ -13,6 +13,7 @@ from torch import nn
 from autopar.errors import AutoparError, TraceError, warn
 from autopar.ir.export.meta_copy import bare as meta
 from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.export.refused_state import check_modules_traced
 from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
@@ -142,6 +143,7 @@ def tracer(
 
     def trace(how: Callable[..., Any], *asked: Any) -> Any:
         with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
+            check_modules_traced(bare)
             try:
                 return traced_in(runtime.param_dtype, how, bare, loss_fn, *examples, *asked)
             except TraceError as error:

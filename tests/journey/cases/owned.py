@@ -1,5 +1,6 @@
 """Classes with names, calls and rules of their own, and weights beside plain tensors."""
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -243,3 +244,36 @@ def object_of_an_own_class(run: Run) -> Numbers:
             return x.tanh()
 
     return {"loss": run.step(run.compile(Given()), *batch(), act=Own())}
+
+
+@case(on=FORWARD, peers=False, refused="blocks.1 has a hook on gradients.*autograd.Function")
+def hook_on_gradients_of_a_block(run: Run) -> Numbers:
+    """model.blocks[1].register_full_backward_hook, after a step"""
+    args, seen = batch(), []
+    model = run.compile(Stack(), args=args)
+    run.step(model, *args)
+    model.blocks[1].register_full_backward_hook(lambda module, given, taken: seen.append(taken[0]))
+    return {"loss": run.step(model, *args), "seen": torch.stack(seen)}
+
+
+@case(on=FORWARD, peers=False)
+def hook_on_gradients_of_the_model(run: Run) -> Numbers:
+    """model.register_full_backward_hook of the compiled model itself, after a step"""
+    args, seen = batch(), []
+    model = run.compile(Stack(), args=args)
+    run.step(model, *args)
+    model.register_full_backward_hook(lambda module, given, taken: seen.append(taken[0]))
+    return {"loss": run.step(model, *args), "seen": torch.stack(seen)}
+
+
+@case(peers=False)
+def state_kept_in_inference_mode(run: Run) -> Numbers:
+    """copy.deepcopy(model.state_dict()) of the best weights within an evaluation under torch.inference_mode()"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    numbers = _steps(run, model, args)
+    with torch.inference_mode():
+        best = copy.deepcopy(run.inner(model).state_dict())
+    _steps(run, model, args)
+    run.inner(model).load_state_dict(best)
+    return {"best": numbers["losses"]} | _steps(run, model, args)
