@@ -9,10 +9,11 @@ process. Needs root and iproute2, but for the loopback of one host.
 
 from statistics import median
 
+from bench.cluster.picture import draw
 from bench.cluster.run_ranks import BUCKETS_MB, DDP, FLOOR, OWN, ROUNDS, SAME
 from bench.each_network import ROW_NAMES, measure_rows
 from bench.networks.run_ranks import MOST_STEPS
-from bench.report import Cells, Row, Table
+from bench.report import RESULTS, Cells, Row, Table, load
 
 Seconds = dict[str, list[float]]
 
@@ -79,8 +80,10 @@ TABLE = Table(
 
 
 def main() -> None:
-    """Measure the rows that are asked for."""
+    """Measure the rows that are asked for, and draw all."""
     measure_rows("cluster", TABLE, RANKS, __doc__)
+    if rows := [row for row in load("cluster").get(TABLE.title, ()) if "error" not in row]:
+        draw(rows, str(RESULTS / "cluster.png"))
 
 
 if __name__ == "__main__":
