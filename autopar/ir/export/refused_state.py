@@ -51,6 +51,10 @@ _REPLACED_DATA = (
     "the forward sets the .data of a parameter (a momentum encoder?), which a program does not write to: do it around"
     " the call, or register the tensors as buffers and write to those in place"
 )
+_MOVED = (
+    "{}.to(...) in forward gives the module another device, dtype or layout, which a program does not: call it before"
+    " autopar.compile"
+)
 _DATA = inspect.getattr_static(torch.Tensor, "data")
 _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
@@ -134,6 +138,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         for owner, name in ((torch.autograd, "autograd.backward"), (torch.Tensor, "Tensor.backward")):
             stack.enter_context(patch.object(owner, "backward", _refusal(_BACKWARD.format(name))))
         stack.enter_context(patch.object(torch.Tensor, "data", property(_get_data, _set_data)))
+        stack.enter_context(patch.object(nn.Module, "to", _moved(nn.Module.to)))
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
         stack.enter_context(assignments_kept())
@@ -278,6 +283,33 @@ def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
     if isinstance(x, nn.Parameter):
         raise TraceError(_REPLACED_DATA)
     _DATA.__set__(x, data)
+
+
+def _moved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.to` of the forward, `self.layer.to(x.device)`: nothing if all is there already."""
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        tensors = [*self.parameters(), *self.buffers()]
+        if not any(isinstance(x, FakeTensor) for x in tensors):
+            return original(self, *args, **kwargs)
+        wanted = [x for x in (*args, *kwargs.values()) if x is not None and not isinstance(x, bool)]
+        if all(_is_as(x, each) for x in tensors for each in wanted):
+            return self
+        raise TraceError(_MOVED.format(type(self).__name__))
+
+    return to
+
+
+def _is_as(x: torch.Tensor, wanted: Any) -> bool:
+    """Whether `x` has the dtype, device or layout that is wanted, or those of a tensor."""
+    if isinstance(wanted, torch.Tensor):
+        return _is_as(x, wanted.dtype) and _is_as(x, wanted.device)
+    if isinstance(wanted, torch.dtype):
+        return x.dtype == wanted or not x.is_floating_point()
+    if isinstance(wanted, torch.memory_format):
+        return wanted == torch.preserve_format
+    device = torch.device(wanted)
+    return x.device.type == device.type and (device.type == "cpu" or device.index in (None, x.device.index))
 
 
 def _refusal(message: str) -> Callable[..., Any]:

@@ -73,6 +73,25 @@ def test_what_is_written_and_read_through_data_is_kept() -> None:
         torch.testing.assert_close(one, other)
 
 
+class Moving(nn.Module):
+    """A layer that is moved to where its input is, in each forward."""
+
+    def __init__(self, *given) -> None:
+        super().__init__()
+        self.layer, self.given = nn.BatchNorm1d(4), given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer.to(*self.given).to(x.device).to(x)(x)
+
+
+def test_a_module_that_is_moved_to_where_it_is_stays() -> None:
+    for given in ("cpu",), (torch.float32,), (torch.device("cpu", 0), torch.float32, True):
+        assert trace(Moving(*given), (X.expand(3, 4),), {}).ops
+    for other in torch.float64, "meta":
+        with pytest.raises(TraceError, match=r"test_refused_state.py:\d+: .*BatchNorm1d.to\(...\) in forward gives"):
+            trace(Moving(other), (X.expand(3, 4),), {})
+
+
 class Calls(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
