@@ -80,12 +80,12 @@ def masks_as_run() -> Iterator[None]:
 
     sdpa = attention["sdpa"]
 
-    def attended(module: nn.Module, q: Any, k: Any, v: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if attention_mask is not None:
+    def attended(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # of query, key, value and mask, or their names
+        if (args[3] if len(args) > 3 else kwargs.get("attention_mask")) is not None:
             is_causal = kwargs.get("is_causal")
             is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             used[bool(is_causal)][id(module)] = module
-        return sdpa(module, q, k, v, attention_mask, *args, **kwargs)
+        return sdpa(module, *args, **kwargs)
 
     with (
         patch.object(masks, "_ignore_causal_mask_sdpa", noting(True, masks._ignore_causal_mask_sdpa)),

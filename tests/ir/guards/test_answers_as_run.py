@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_exporting
 from transformers import Aimv2TextConfig, Aimv2TextModel, CLIPTextConfig, CLIPTextModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autopar.errors import TraceError
 from autopar.ir.export.meta_copy import skeleton
@@ -59,3 +60,22 @@ def test_causal_mask_of_attention_that_is_told_to_be_causal_is_traced() -> None:
     model = CLIPTextModel(CLIPTextConfig(**SIZES))
     assert not model.encoder.layers[0].self_attn.is_causal
     assert trace(skeleton(model), (), tokens()).ops
+
+
+def test_attention_that_is_called_with_names_is_traced() -> None:
+    """As Parakeet's."""
+
+    class Attends(nn.Module):
+        num_key_value_groups, is_causal = 1, False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).reshape(1, 1, 4, 3)
+            given = {"query": y, "key": y, "value": y, "attention_mask": None, "scaling": 1.0}
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](self, **given)[0]
+
+    model = Attends()
+    assert_same_as_model(trace(skeleton(model), (X,), {}), model, (X,), {}, tolerance=1e-6)
