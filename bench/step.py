@@ -34,7 +34,6 @@ from bench.report import Cells, Row, Table, add
 from bench.rows import parser, selected
 
 NUM_RANKS = 4
-CLUSTER = "cpu"
 # Losses before the first update and after each of the others. One process and several add up floats in another order:
 # 1e-5 was seen.
 CHECKED_STEPS = 4
@@ -61,7 +60,7 @@ def with_autopar(mesh: tuple[int, ...] | int) -> Build:
     """The plan for this mesh, or for so many devices; the whole batch goes in, as in the one-device loop."""
 
     def build(_: Workload, model: nn.Module, args: Args) -> Variant:
-        module = autopar.compile(model, mesh, args=args, cluster=CLUSTER)
+        module = autopar.compile(model, mesh, args=args)
         own = train_step if module.plan.mesh.axis_names[0] != "pp" else staged_step
         return Variant(functools.partial(own, module, args, adamw(module)), module.plan.step_s, str(module.plan.mesh))
 
@@ -259,9 +258,9 @@ def regret(rows: Sequence[Row]) -> tuple[Row, Row, float]:
 TABLE = Table(
     "Training steps",
     f"Forward, backward and AdamW on {NUM_RANKS} gloo processes of one machine; every variant has its turn in every"
-    f" round. Predicted: by the cost model with the preset {CLUSTER}, of the plans that autopar made. Left open:"
-    f" autopar chose the mesh too. Losses: the largest relative distance of the losses of the first {CHECKED_STEPS}"
-    " steps, updates included, from those of one process.",
+    " round. Predicted: by the cost model with the calibration of this machine, of the plans that autopar made. Left"
+    " open: autopar chose the mesh too. Losses: the largest relative distance of the losses of the first"
+    f" {CHECKED_STEPS} steps, updates included, from those of one process.",
     (
         "model",
         "variant",
