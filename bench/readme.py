@@ -7,11 +7,12 @@ A block of the README between `<!-- bench.readme NAME -->` and `<!-- end -->` is
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 from tabulate import tabulate
 
 from bench import memory, pipeline, step
+from bench.cluster import __main__ as cluster
 from bench.models import WORKLOADS
 from bench.papers import alpa, autoddl, whale
 from bench.published import TABLE as PUBLISHED
@@ -96,7 +97,7 @@ def step_block() -> str:
     ratios = [row["median_s"] / row["predicted_s"] for row in rows if row["predicted_s"]]
     predicted = (
         f"Measured steps of autopar's plans take {span(ratios, ' times', '.2g')} what the cost model predicts with the"
-        " preset `cpu`. Why, and why one variant is ahead of another, was not measured."
+        " calibration that `autopar.compile` made of the machine by itself."
     )
     return "\n\n".join([table, source("step", step.TABLES), said, predicted])
 
@@ -109,6 +110,30 @@ def _regret_said(model: str, rows: Sequence[Row]) -> str:
         f"On the {STEP_NAMES[model]} {winner}:"
         f" {chosen if best['variant'] != step.CHOSEN else 'autopar chose the fastest'}."
     )
+
+
+def cluster_block() -> str:
+    """Measured steps beside libraries on networks, and in each library's own layout."""
+    rows = rows_of("cluster", cluster.TABLE)
+    lines, best, same = [], [], dict[str, list[float]]()
+    for row in rows:
+        seconds = row["seconds"]
+        by_hand = cluster.fastest(seconds)
+        best.append(cluster.ratio(seconds[cluster.OWN], seconds[by_hand])[0])
+        for library in cluster.SAME:
+            if (own := seconds.get(f"{cluster.OWN} as {library}")) is not None:
+                same.setdefault(library, []).append(cluster.ratio(own, seconds[cluster.fastest(seconds, library)])[0])
+        times = (f"{1e3 * median(seconds[name]):.0f}" for name in (cluster.OWN, by_hand))
+        lines.append((row["network"], row["model"], *times, by_hand, f"{best[-1]:.2f}"))
+    table = grid(("network", "model", "autopar, ms", "best by hand, ms", "which is", "autopar over it"), lines)
+    layouts = listed(
+        [f"{library} {geometric_mean(ratios):.2f} ({span(ratios, '', '.2f')})" for library, ratios in same.items()]
+    )
+    said = (
+        f"autopar's own plan takes {geometric_mean(best):.2f} times the best of the libraries, by geometric mean"
+        f" ({span(best, '', '.2f')}). In a library's own layout autopar's execution over the library's: {layouts}."
+    )
+    return "\n\n".join(["![Steps](bench/results/cluster.png)", said, table, source("cluster", [cluster.TABLE])])
 
 
 def planning_block() -> str:
@@ -328,6 +353,7 @@ def _alpa() -> list[str]:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "step": step_block,
+    "cluster": cluster_block,
     "planning": planning_block,
     "pipeline": pipeline_block,
     "memory": memory_block,

@@ -7,9 +7,11 @@ import shutil
 import pytest
 
 from bench import memory, papers, pipeline, readme, report, scaling, search, step
+from bench.cluster import __main__ as cluster
 
 FILES = {
     "step": step.TABLES,
+    "cluster": (cluster.TABLE,),
     "search": search.RESULT_TABLES,
     "scaling": scaling.TABLES,
     "pipeline": pipeline.TABLES,
