@@ -105,14 +105,14 @@ def _gradient_hooks(model: nn.Module) -> Iterator[tuple[Iterable[Callable[..., A
         yield (x._backward_hooks or {}).values(), f"parameter {fqn}"
         yield (x._post_accumulate_grad_hooks or {}).values(), f"parameter {fqn}"
     yield from _gradient_hooks_of_modules(model)
-    for hooks in hooks_of_all_modules("backward"):
-        yield hooks.values(), "every module"
 
 
 def _gradient_hooks_of_modules(model: nn.Module) -> Iterator[tuple[Iterable[Callable[..., Any]], str]]:
     for fqn, module in model.named_modules():
         name = f"module {fqn}" if fqn else "the model"
         yield (*module._backward_hooks.values(), *module._backward_pre_hooks.values()), name
+    for hooks in hooks_of_all_modules("backward"):
+        yield hooks.values(), "every module"
 
 
 def _place(hook: Any) -> str:

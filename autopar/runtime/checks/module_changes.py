@@ -242,8 +242,9 @@ def describe(module: nn.Module) -> ModuleState:
 
 
 def _hooks_of_all() -> dict[str, dict[int, Any]]:
-    kinds = ("the forward hooks of all modules", "the forward pre-hooks of all modules")
-    return dict(zip(kinds, hooks_of_all_modules("forward")))
+    ways = ("forward", "backward")
+    kinds = [f"the {way} {part}hooks of all modules" for way in ways for part in ("", "pre-")]
+    return dict(zip(kinds, [hooks for way in ways for hooks in hooks_of_all_modules(way)]))
 
 
 def _is_of_torch(hook: Any) -> bool:

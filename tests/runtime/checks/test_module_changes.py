@@ -102,6 +102,16 @@ def _table_replaced(model: Model) -> None:
     model.norm.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(4)), "bias": model.norm.bias}
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_of_all_modules_is_noticed(kind: str) -> None:
+    watch = ModuleWatch(Model())
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None)
+    try:
+        assert watch.has_changed()
+    finally:
+        handle.remove()
+
+
 def test_another_table_is_noticed() -> None:
     model = Model()
     watch = ModuleWatch(model)

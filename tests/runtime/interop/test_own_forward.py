@@ -216,3 +216,15 @@ def test_a_trace_that_fails_says_what_was_changed_since_the_plan(one_rank) -> No
     model[0] = Half()
     with pytest.raises(TraceError, match=r"changed since it was planned \(.*before autopar.compile.*get_peft_model"):
         model(torch.ones(2, 4))
+
+
+def test_a_hook_on_the_gradients_of_all_modules_is_refused_once_it_is_set(one_rank: None) -> None:
+    model = autopar.compile(scaled(), (1,), cluster="cpu", args=(batch(),))
+    model(batch()).sum().backward()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(AutoparError, match="every module has a hook on gradients"):
+            model(batch())
+    finally:
+        handle.remove()
+    model(batch()).sum().backward()
