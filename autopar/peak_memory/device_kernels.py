@@ -4,7 +4,7 @@ Ops choose kernels by device, and the kernels save different tensors for backwar
 dropout saves one byte an element; on a CPU attention with dropout or a float mask saves its scores.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
@@ -113,19 +113,17 @@ def namespace_on(device_type: str) -> dict[str, Any]:
     """The names that generated code may use, with the kernels of the device."""
     names = namespace()
     if device_type == "cpu":
-        return names
+        return names | {"aten": _Aten(index_put=SimpleNamespace(default=index_put))}
     local = SimpleNamespace(
         **vars(names["local"]) | {"scaled_dot_product_attention": _fused(names["local"].scaled_dot_product_attention)}
     )
-    return names | {"aten": _Aten(), "local": local}
+    attended = {"scaled_dot_product_attention": attention, "dropout": dropout, "index_put": index_put}
+    aten = _Aten(**{name: SimpleNamespace(default=run) for name, run in attended.items()})
+    return names | {"aten": aten, "local": local}
 
 
-class _Aten:
-    """`torch.ops.aten` with attention and dropout as on a GPU."""
-
-    def __init__(self) -> None:
-        self.scaled_dot_product_attention = SimpleNamespace(default=attention)
-        self.dropout = SimpleNamespace(default=dropout)
+class _Aten(SimpleNamespace):
+    """`torch.ops.aten` with ops that are given, such as attention and dropout as on a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops.aten, name)
@@ -193,3 +191,28 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if train and 0 < p < 1
         else torch.ops.aten.dropout.default(x, p, train)
     )
+
+
+def index_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """aten.index_put; of masks, which without data have no number of rows, with gradients of the shapes that it has."""
+    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return torch.ops.aten.index_put.default(x, indices, values, accumulate)
+    return _MaskedPut.apply(x, values, *masks)
+
+
+class _MaskedPut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, values, *masks):
+        ctx.save_for_backward(*masks)
+        ctx.shape = values.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        into = gradient.clone() if ctx.needs_input_grad[0] else None
+        put = gradient.new_empty(ctx.shape) if ctx.needs_input_grad[1] else None
+        return into, put, *(None for _ in ctx.saved_tensors)

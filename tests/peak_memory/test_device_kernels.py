@@ -45,6 +45,27 @@ def test_attention_with_dropout_on_a_cpu_keeps_its_scores():
     assert kept_bytes("cpu", torch.float32, dropout_p=0.1) - result >= 4 * SCORES
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_values_put_where_a_mask_is_keep_what_they_keep_with_data(device_type: str):
+    """Without data a mask has no number of rows, as which the values' gradient would be read again."""
+
+    def counted(put, run=None) -> tuple[int, int, int]:
+        x, values = (torch.ones(n, 16, requires_grad=True) for n in (64, 24))
+        mask = torch.zeros(64, dtype=torch.bool)
+        if not x.is_meta and run is None:
+            mask[:24] = True
+        with count_storages([x, values, mask], *([run] if run else [])) as storages:
+            out = put(x, [mask], values)
+            held = storages.num_bytes
+            out.sum().backward()
+            assert x.grad.shape == x.shape and values.grad.shape == values.shape
+            return held, storages.peak_bytes, storages.num_bytes
+
+    with without_data(device_type) as run:
+        found = counted(namespace_on(device_type)["aten"].index_put.default, run)
+    assert found == counted(torch.ops.aten.index_put.default)
+
+
 def test_a_slice_of_the_queries_keeps_no_scores_either():
     attention = namespace_on("cuda")["local"].scaled_dot_product_attention
     with without_data("cuda"):
