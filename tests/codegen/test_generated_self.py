@@ -75,8 +75,18 @@ def members(source: str) -> set[str]:
 
 def test_emitted_source_uses_what_the_protocol_names(planned: Plan) -> None:
     found = members(emit(lowered(planned, is_split=True)))
-    assert found == get_protocol_members(GeneratedSelf)
+    assert found | {"locals_together"} == get_protocol_members(GeneratedSelf)
     assert members(emit(lowered(planned, is_split=False))) == found - {"used", "step_seed"}
+
+
+def test_parameters_that_are_converted_together_are_read_together() -> None:
+    mesh = Mesh((2,), ("dp",))
+    graph = trace(nn.Linear(4, 4), (torch.ones(6, 4),), {})
+    plan = plan_called("ddp", graph, mesh)
+    program = lower(graph, mesh, plan.assignment, is_split=False)
+    assert members(emit(program)) == {"axes", "locals_together"}
+    with without_data("cpu"):
+        assert [x.shape for x in Rank.of(program, (), {}, "cpu").run({})] == [(3, 4)]
 
 
 def installed(plan: Plan, mesh: DeviceMesh, *, is_split: bool) -> Loaded:

@@ -27,7 +27,9 @@ def late_to_compile() -> None:
     with pytest.MonkeyPatch.context() as patch:  # these ranks run other tests afterwards
         patch.setattr(rank_agreement, "LONG_S", 0.2)
         if dist.get_rank() != LATE:
-            with pytest.warns(UserWarning, match=f"rank {dist.get_rank()} waits for rank {LATE} to call autopar"):
+            # on a busy machine others may be late too
+            named = rf"rank {dist.get_rank()} waits for ranks? ([0-9], )*{LATE}\b.* to call autopar"
+            with pytest.warns(UserWarning, match=named):
                 compiled()
             return
         while any(store.add(own(rank), 0) == num_calls for rank in range(4) if rank != LATE):
