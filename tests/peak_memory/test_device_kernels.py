@@ -4,12 +4,16 @@ from random import Random
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.costmodel.activations.count_storages import count_storages
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import KnownShapes, namespace_on, without_data
 from autopar.peak_memory.predict import predict_peak
 from autopar.sbp.axis import Axis
 from tests.runtime.any_plan import draw_example
+from tests.runtime.training import plan_called
 
 B, H, L, E = 2, 4, 64, 16
 SCORES = B * H * L * L
@@ -64,6 +68,24 @@ def test_values_put_where_a_mask_is_keep_what_they_keep_with_data(device_type: s
     with without_data(device_type) as run:
         found = counted(namespace_on(device_type)["aten"].index_put.default, run)
     assert found == counted(torch.ops.aten.index_put.default)
+
+
+class OfMask(nn.Module):
+    """The columns that a mask has, read by the numbers of these columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[..., self.mask.nonzero().squeeze(-1)].square().mean()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_numbers_of_a_mask_are_whole_without_data(device_type: str):
+    graph, mesh = trace(OfMask(), (torch.randn(6, 8),), {}), Mesh((2,), ("dp",))
+    assert predict_peak(graph, mesh, plan_called("ddp", graph, mesh).assignment, on=device_type).total_bytes > 0
 
 
 def test_a_slice_of_the_queries_keeps_no_scores_either():

@@ -53,7 +53,7 @@ def emit_sized(
     builder: OpBuilder, target: str, args: Any, kwargs: dict[str, Any], *, metas: Sequence[Meta], at: Origin, line: str
 ) -> tuple[Value, ...]:
     """Append a call whose results have sizes that depend on values, as `metas` has them for the example."""
-    sizes = ";".join(",".join(map(str, meta.shape)) for meta in metas)
+    sizes = ";".join(f"{str(meta.dtype).removeprefix('torch.')} {','.join(map(str, meta.shape))}" for meta in metas)
     leaves = [args, *kwargs.values()]
     needs_grad = not at.is_no_grad and any(value.needs_grad for value in _values(leaves))
     made = [Meta(meta.shape, meta.dtype, needs_grad and meta.dtype.is_floating_point) for meta in metas]

@@ -44,7 +44,10 @@ def _guarded(
 
 @functools.lru_cache(maxsize=1024)  # an op is defined once
 def sized_target(target: str) -> str:
-    """The op that is `target`, "aten.nonzero.default", and checks the sizes of its results, given as "5,1;5"."""
+    """The op that is `target`, "aten.nonzero.default", and checks the sizes of its results.
+
+    They are given with the dtypes of the results, as "int64 5,1;float32 5".
+    """
     op = resolve(target)
     arguments, results = str(op._schema).partition("(")[2].rsplit(") -> ", 1)
     name = target.removeprefix("aten.").replace(".", "_").lstrip("_")
@@ -56,9 +59,10 @@ def sized_target(target: str) -> str:
 
 def _sized(op: Any, *args: Any, sizes: str, line: str, **kwargs: Any) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    expected = [tuple(map(int, filter(None, of_one.split(",")))) for of_one in sizes.split(";")]
+    results = [of_one.split(" ") for of_one in sizes.split(";")]
+    expected = [tuple(map(int, filter(None, shape.split(",")))) for _, shape in results]
     if any(map(_is_without_data, tensors)):
-        made = [_made(x, tensors[0]) for x in expected]
+        made = [_made(shape, getattr(torch, name), tensors[0]) for shape, (name, _) in zip(expected, results)]
         return made[0] if len(made) == 1 else tuple(made)
     result = op(*args, **kwargs)
     found = [tuple(x.shape) for x in (result if isinstance(result, tuple | list) else (result,))]
@@ -71,10 +75,10 @@ def _sized(op: Any, *args: Any, sizes: str, line: str, **kwargs: Any) -> Any:
     return result
 
 
-def _made(shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-    """A tensor of `shape` with the gradient of `x`, where none has values."""
-    empty = x.new_empty(shape)
-    return empty + x.sum() if x.requires_grad else empty
+def _made(shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """A tensor of `shape` and `dtype` with the gradient of `x`, where none has values."""
+    empty = x.new_empty(shape, dtype=dtype)
+    return empty + x.sum() if x.requires_grad and dtype.is_floating_point else empty
 
 
 def condition_of(expression: Any) -> str:
