@@ -117,8 +117,8 @@ def namespace_on(device_type: str) -> dict[str, Any]:
     local = SimpleNamespace(
         **vars(names["local"]) | {"scaled_dot_product_attention": _fused(names["local"].scaled_dot_product_attention)}
     )
-    attended = {"scaled_dot_product_attention": attention, "dropout": dropout, "index_put": index_put}
-    aten = _Aten(**{name: SimpleNamespace(default=run) for name, run in attended.items()})
+    kernels = {"scaled_dot_product_attention": attention, "dropout": dropout, "index_put": index_put}
+    aten = _Aten(**{name: SimpleNamespace(default=run) for name, run in kernels.items()})
     return names | {"aten": aten, "local": local}
 
 

@@ -10,7 +10,7 @@ process. Needs root and iproute2, but for the loopback of one host.
 from statistics import median
 
 from bench.cluster.picture import draw
-from bench.cluster.run_ranks import BUCKETS_MB, DDP, FLOOR, OWN, ROUNDS, SAME
+from bench.cluster.run_ranks import BUCKETS_MB, DDP, FLOOR, OWN, ROUNDS, SAME, variants_of
 from bench.each_network import ROW_NAMES, measure_rows
 from bench.networks.run_ranks import MOST_STEPS
 from bench.report import RESULTS, Cells, Row, Table, load
@@ -30,9 +30,7 @@ def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
 
 def fastest(seconds: Seconds, library: str = "") -> str:
     """The variant of least median time, of a library or of all."""
-    by_hand = [name for name in seconds if not name.startswith((OWN, FLOOR)) and name.startswith(library)]
-    if library and library != DDP:
-        by_hand = [library]
+    by_hand = [name for one in ([library] if library else SAME) for name in variants_of(one, seconds)]
     return min(by_hand, key=lambda name: median(seconds[name]))
 
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import matplotlib
 
-from bench.cluster.run_ranks import FLOOR, OWN, SAME
+from bench.cluster.run_ranks import OWN, SAME, variants_of
 from bench.report import Row
 
 matplotlib.use("Agg")
@@ -23,7 +23,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     for place, row in enumerate(rows):
         own = median(row["seconds"][OWN])
         for library, color in _COLORS.items():
-            times = [median(x) for name, x in row["seconds"].items() if _is_of(library, name)]
+            times = [median(row["seconds"][name]) for name in variants_of(library, row["seconds"])]
             if times:
                 label = library if place == _first_with(library, rows) else None
                 panel.plot(min(times) / own, place, "o", color=color, markersize=6, label=label, clip_on=False)
@@ -41,11 +41,5 @@ def draw(rows: Sequence[Row], path: str) -> None:
     plt.close(figure)
 
 
-def _is_of(library: str, name: str) -> bool:
-    """Whether a variant is the library's; those of DDP differ by the size of buckets."""
-    is_by_hand = not name.startswith((OWN, FLOOR))
-    return is_by_hand and (name == library or (name.startswith(f"{library}, ") and name not in SAME))
-
-
 def _first_with(library: str, rows: Sequence[Row]) -> int:
-    return next(place for place, row in enumerate(rows) if any(_is_of(library, name) for name in row["seconds"]))
+    return next(place for place, row in enumerate(rows) if variants_of(library, row["seconds"]))

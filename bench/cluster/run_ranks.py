@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -91,6 +91,15 @@ def floor(model: nn.Module, args: Args) -> Step:
     return step
 
 
+def variants_of(library: str, names: Iterable[str]) -> list[str]:
+    """Of the names of variants those of a library; those of DDP differ by the size of buckets.
+
+    >>> variants_of("FSDP2", ["autopar as FSDP2", "FSDP2", "FSDP2, gathered once"])
+    ['FSDP2']
+    """
+    return [name for name in names if name == library or (library == DDP and name.startswith(f"{DDP}, "))]
+
+
 def _step(model: nn.Module, args: Args) -> Step:
     return functools.partial(train_step, model, part(args, dist.get_rank(), 4), adamw(model))
 
@@ -104,11 +113,10 @@ def own(workload: Workload, cluster: Cluster) -> dict[str, Callable[[nn.Module, 
 
     found = {OWN: functools.partial(compiled, mesh=4, cluster=cluster, num_microbatches=1)}
     graph, by_hand = trace(skeleton(workload.build()), workload.inputs(), {}), libraries(workload)
-    by_hand[DDP] = by_hand[f"{DDP}, {BUCKETS_MB[0]} MB"]
     for shape in ((4,), (2, 2)):
         plans = plans_of(graph, as_mesh(shape), cluster)
         for library, (mesh, name) in SAME.items():
-            if mesh == shape and name in plans and library in by_hand:
+            if mesh == shape and name in plans and variants_of(library, by_hand):
                 found[f"{OWN} as {library}"] = functools.partial(compiled, mesh=mesh, plan=plans[name])
     return found
 
