@@ -26,6 +26,11 @@ with socket.create_server(("", 5001)) as server:
     print(size / (time.monotonic() - start) * 8, flush=True)
 """
 SEND = "import socket, sys; socket.create_connection((sys.argv[1], 5001)).sendall(bytes(int(sys.argv[2])))"
+ALGORITHM = """
+import socket, sys
+link = socket.create_connection((sys.argv[1], 5001))
+print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
 RANK = """
 import os, socket, sys, time
 import torch, torch.distributed as dist
@@ -75,6 +80,21 @@ def test_cards_are_as_slow_as_asked_for_in_both_directions_and_loopback_is_not()
     with emulated_cluster(1, "1gbit", inside="100mbit") as cluster:
         assert 0.8 * RATE_BITS < measured_bits(cluster, 0, 0, "127.0.0.1") < 1.15 * RATE_BITS
     assert not any(name.startswith(f"{PREFIX}{os.getpid()}-") for name in namespaces())
+
+
+@pytest.mark.emulated
+def test_hosts_avoid_congestion_as_linux_does_by_default() -> None:
+    with emulated_cluster(2, "100mbit") as cluster:
+        for receiver in range(2):
+            with subprocess.Popen(
+                cluster.command(receiver, [sys.executable, "-c", RECEIVE]), stdout=subprocess.PIPE, text=True
+            ) as server:
+                assert server.stdout is not None and server.stdout.readline() == "ready\n"
+                address = cluster.addresses()[receiver]
+                told = subprocess.check_output(
+                    cluster.command(0, [sys.executable, "-c", ALGORITHM, address]), text=True
+                )
+                assert told.strip() == "cubic"
 
 
 def run(*argv: str) -> subprocess.Popen:
