@@ -12,7 +12,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from autopar.calibrate.line_fit import Line, fit_line
+from autopar.calibrate.line_fit import Line, fit_bent, fit_line
 from autopar.calibrate.link_levels import host_name
 from autopar.calibrate.measure import Measured, OnRank
 from autopar.calibrate.probe_ops import OpTime, UpdateTime
@@ -232,7 +232,7 @@ def _levels(measured: Measured, devices: Cluster) -> tuple[LinkLevel, ...]:
     lines: dict[tuple[str, Groups], Line] = {}
     for kind, groups in dict.fromkeys((timed.kind, timed.groups) for timed in measured.links):
         of = [timed for timed in measured.links if (timed.kind, timed.groups) == (kind, groups)]
-        line = fit_line([t.num_bytes for t in of], [t.seconds for t in of])
+        line = fit_bent([t.num_bytes for t in of], [t.seconds for t in of])
         lines[kind, groups] = replace(line, beta_s_per_byte=max(line.beta_s_per_byte, _LEAST_BETA))
     levels, inside = [], 1
     for size in measured.level_sizes:
@@ -260,8 +260,11 @@ def _level(
     rates = []
     for (kind, groups), line in lines.items():
         beta = 1 / bandwidth if kind == "p2p" else _price(reach, kind, groups, _OFFSET_BYTES, num_ranks) / _OFFSET_BYTES
-        base_s = max(0.0, line.alpha_s - latency_s * hops[kind, groups])  # rounding may leave less than nothing
-        rates.append(GroupRate(groups.size, beta / line.beta_s_per_byte, base_s, kind))
+        alpha_s, least_s = line.alpha_s, line.least_s
+        if kind == "p2p":  # pipelines price a send by a straight line
+            alpha_s, least_s = max(alpha_s, least_s), 0.0
+        base_s = max(0.0, alpha_s - latency_s * hops[kind, groups])  # rounding may leave less than nothing
+        rates.append(GroupRate(groups.size, beta / line.beta_s_per_byte, base_s, kind, least_s))
     return LinkLevel(size, latency_s, bandwidth, tuple(rates))
 
 

@@ -6,6 +6,7 @@ across, all-gather inside, each level at its own rate. All groups of the same me
 device has its fair share of a link.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from autopar.sbp.redistribute import Collective
 class GroupLevel:
     """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its `num_members` each.
 
-    `rates`: of groups by size, `base_latency_s`: fixed seconds of a collective on it.
+    `rates`: of groups by size, `base_latency_s`, `least_s`: of a collective on it, as of `GroupRate`.
     """
 
     num_children: int
@@ -35,22 +36,35 @@ class GroupLevel:
     bandwidth_bytes_per_s: float
     rates: tuple[GroupRate, ...] = ()
     base_latency_s: float = 0.0
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The time of an `algorithm`: `alpha_s + beta_s_per_byte * num_bytes`."""
+    """The time of an `algorithm`: `alpha_s + beta_s_per_byte * num_bytes`, and `least_s` at least."""
 
     alpha_s: float
     beta_s_per_byte: float
     algorithm: str
+    least_s: float = 0.0
 
     def twice(self) -> "Pieces":
-        return Pieces(2 * self.alpha_s, 2 * self.beta_s_per_byte, self.algorithm)
+        return replace(self, alpha_s=2 * self.alpha_s, beta_s_per_byte=2 * self.beta_s_per_byte)
 
-    def after(self, base_s: float) -> "Pieces":
+    def after(self, base_s: float, least_s: float) -> "Pieces":
         """The pieces with `base_s` before the first hop."""
-        return Pieces(base_s + self.alpha_s, self.beta_s_per_byte, self.algorithm)
+        return replace(self, alpha_s=base_s + self.alpha_s, least_s=least_s)
+
+    def seconds(self, num_bytes: np.ndarray | float, latency_share: float = 1.0) -> np.ndarray:
+        """The time of so many bytes; `latency_share`: as of `collective_times`."""
+        line = self.alpha_s * latency_share + self.beta_s_per_byte * num_bytes
+        return np.maximum(line, self.least_s * latency_share)
+
+    def crossings(self, other: "Pieces") -> set[float]:
+        """The bytes above 0 where one of the two may become the faster one."""
+        lines = [((one.alpha_s, one.beta_s_per_byte), (one.least_s, 0.0)) for one in (self, other)]
+        pairs = ((own, its) for own in lines[0] for its in lines[1] if own[1] != its[1])
+        return {at for own, its in pairs if (at := (own[0] - its[0]) / (its[1] - own[1])) > 0}
 
 
 @lru_cache(maxsize=2**16)
@@ -112,15 +126,16 @@ def _nested(spanned: tuple[GroupLevel, ...], kind: str) -> Pieces:
 
     An all-reduce is a reduce-scatter and an all-gather on each inner level, and an all-reduce on the outermost.
     """
-    alpha = beta = 0.0
+    alpha = beta = least = 0.0
     for number, span in enumerate(spanned):
         is_sum = kind == "all_reduce"
         inside = ("reduce_scatter", "all_gather") if is_sum else (kind,)
         for one in inside if number < len(spanned) - 1 else (kind,):
             (reached,), times = _reached((span,), one), 2 if one == "all_reduce" else 1
             alpha += reached.base_latency_s + times * (span.num_children - 1) * span.latency_s
+            least += reached.least_s
             beta += times * (1 - 1 / span.num_children) / span.num_inside / reached.bandwidth_bytes_per_s
-    return Pieces(alpha, beta, "nested")
+    return Pieces(alpha, beta, "nested", least)
 
 
 def _tree(groups: tuple[GroupLevel, ...]) -> Pieces:
@@ -166,16 +181,16 @@ def algorithms(
 
 def _of_group(spanned: tuple[GroupLevel, ...], size: int, kind: str, allowed: tuple[str, ...]) -> tuple[Pieces, ...]:
     groups = _reached(spanned, kind)
-    base_s = max(span.base_latency_s for span in groups)
+    fixed = max(span.base_latency_s for span in groups), max(span.least_s for span in groups)
     if kind == "all_to_all":
-        return (_exchange(groups).after(base_s),)
+        return (_exchange(groups).after(*fixed),)
     if kind == "permute":
-        return (_shift(groups).after(base_s),)
+        return (_shift(groups).after(*fixed),)
     assert kind in ("all_reduce", "all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
     ring = _ring(groups, size)
-    ways = {"ring": ring.after(base_s), "nested": _nested(spanned, kind)}
+    ways = {"ring": ring.after(*fixed), "nested": _nested(spanned, kind)}
     if kind == "all_reduce":
-        ways |= {"ring": ring.twice().after(base_s), "tree": _tree(groups).after(base_s)}
+        ways |= {"ring": ring.twice().after(*fixed), "tree": _tree(groups).after(*fixed)}
     return tuple(ways[name] for name in ALGORITHMS if name in allowed and name in ways)
 
 
@@ -187,6 +202,7 @@ def _reached(groups: tuple[GroupLevel, ...], kind: str) -> tuple[GroupLevel, ...
             span,
             bandwidth_bytes_per_s=span.bandwidth_bytes_per_s * rate.bandwidth_share,
             base_latency_s=rate.base_latency_s,
+            least_s=rate.least_s,
         )
         for span, rate in zip(groups, rates)
     )
@@ -218,7 +234,7 @@ def collective_times(
         return np.max(list(each), axis=0)
     sizes = np.asarray(num_bytes, dtype=np.float64)
     times = [
-        np.min([p.alpha_s * latency_share + p.beta_s_per_byte * sizes for p in choices], axis=0)
+        np.min([way.seconds(sizes, latency_share) for way in choices], axis=0)
         for choices in algorithms(cluster.levels, mesh_shape, axes, kind, run_by(cluster, mesh_shape, axes))
     ]
     slowest = times[0] if len(times) == 1 else np.max(times, axis=0)
@@ -283,7 +299,7 @@ def chosen_algorithm(cluster: Cluster, mesh: Mesh, collective: Collective) -> st
     what = mesh.shape, collective.axes, collective.kind
 
     def seconds(one: Pieces) -> float:
-        return one.alpha_s + one.beta_s_per_byte * collective.num_bytes
+        return float(one.seconds(collective.num_bytes))
 
     groups = algorithms(cluster.levels, *what, run_by(cluster, mesh.shape, collective.axes))
     return max((min(choices, key=seconds) for choices in groups), key=seconds).algorithm
@@ -310,17 +326,20 @@ def nesting(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]
 
 
 def _range_of(name: str, choices: Sequence[Pieces]) -> tuple[float, float] | None:
-    """(fewest, most) bytes for which the algorithm called `name` is faster than all others; None if it never is."""
+    """(fewest, most) bytes for which the algorithm called `name` is faster than all others; None if it never is.
+
+    Of several ranges that of the largest messages.
+    """
     own = next(one for one in choices if one.algorithm == name)
-    fewest, most = 0.0, math.inf
-    for other in choices:
-        more_s, saved = own.alpha_s - other.alpha_s, other.beta_s_per_byte - own.beta_s_per_byte
-        if other is own or (more_s < 0 and saved >= 0):
-            continue
-        if saved > 0:
-            fewest = max(fewest, math.floor(more_s / saved) + 1)
-        elif more_s < 0:
-            most = min(most, math.ceil(more_s / saved) - 1)
-        else:
-            return None
+    others = [one for one in choices if one is not own]
+    edges = sorted({0.0}.union(*(one.crossings(other) for one, other in itertools.combinations(choices, 2))))
+    gaps = itertools.pairwise([*edges, math.inf])
+    fewest = most = None
+    for low, high in gaps:
+        middle = (low + high) / 2 if high < math.inf else 2 * low + 1
+        if all(own.seconds(middle) < other.seconds(middle) for other in others):
+            fewest, most = (low if most != low else fewest), high
+    if fewest is None or most is None:
+        return None
+    fewest, most = math.floor(fewest) + 1 if fewest else 0.0, math.ceil(most) - 1 if most < math.inf else most
     return (fewest, most) if fewest <= most else None

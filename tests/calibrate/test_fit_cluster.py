@@ -252,6 +252,25 @@ def test_a_busy_machine_shows_no_step_of_bandwidth(distance):
     assert sizes == (4,)
 
 
+def test_messages_that_buffers_on_the_way_take_at_once_do_not_make_large_ones_cheaper():
+    """Of links behind a token bucket, the largest messages are priced as they were timed, and so are the smallest."""
+    draw = random.Random(0)
+    own = replace(measured(), hosts=("a",) * 4, level_sizes=(4,))
+    for beta in (1e-9, 1e-8, 5e-8):
+        floors = {kind: draw.uniform(1e-3, 5e-3) for kind in KINDS}
+        times = [CollectiveTime("p2p", Groups(2, 1, 4), size, 2e-4 + beta * size) for size in FULL.sizes]
+        for kind, least_s in floors.items():
+            seconds = [max(least_s, beta * (size + 2**12)) * draw.uniform(0.97, 1.03) for size in FULL.sizes]
+            times += [CollectiveTime(kind, Groups(4, 1, 4), *one) for one in zip(FULL.sizes, seconds)]
+        fitted = fit_cluster(replace(own, links=tuple(times)), "fitted", "cpu", "gloo", ())
+        off = [point for point in fitted.points if "among 4" in point.term and point.error > 0.08]
+        assert not off
+        again = cluster_from_json(fitted.cluster.to_json())
+        assert again == fitted.cluster
+        for kind, least_s in floors.items():
+            assert float(collective_times(again, (4,), (0,), kind, 64.0)) == pytest.approx(least_s, rel=0.05)
+
+
 def test_the_least_base_latency_is_nothing_and_never_less():
     """Of the collective whose hops take least, the rest of its latency is 0 but for rounding."""
     draw, sizes = random.Random(0), FULL.sizes

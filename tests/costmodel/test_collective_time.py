@@ -144,6 +144,15 @@ def test_groups_of_a_size_have_a_bandwidth_and_a_base_latency_of_their_own():
     assert transfer(pairs, 2, 8) == (NETWORK.latency_s, NETWORK.bandwidth_bytes_per_s)
 
 
+def test_a_collective_takes_the_least_time_of_its_groups_or_that_of_its_bytes():
+    floored = cluster_of(replace(NODE, group_rates=(GroupRate(8, least_s=1e-3, kind="all_gather"),)), NETWORK)
+    assert time_of(floored, "8", "all_gather", 1e6) == 1e-3
+    assert time_of(floored, "8", "all_gather", 1e9) == time_of(cluster_of(NODE, NETWORK), "8", "all_gather", 1e9)
+    assert time_of(floored, "8", "all_reduce", 1e6) == time_of(cluster_of(NODE, NETWORK), "8", "all_reduce", 1e6)
+    shared = collective_times(floored, (8,), (0,), "all_gather", np.array([1e6]), latency_share=0.25)
+    assert shared.tolist() == [0.25e-3]
+
+
 def test_a_nested_all_reduce_pays_the_base_latency_of_its_three_collectives():
     levels = (
         replace(NODE, group_rates=(GroupRate(8, 1.0, 3e-6),)),

@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.measured_terms import GroupRate
 from autopar.costmodel.collective_time import chosen_algorithm, issued_as, nesting
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
@@ -58,13 +59,15 @@ def test_what_crosses_the_outer_links_is_priced_and_named() -> None:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("latency_s", [1e-7, 1e-3])
-def test_the_range_of_bytes_is_that_of_the_price(kind: str, latency_s: float) -> None:
+@pytest.mark.parametrize("least_s", [0.0, 1e-2])
+def test_the_range_of_bytes_is_that_of_the_price(kind: str, latency_s: float, least_s: float) -> None:
     """Slow starts inside make small ones flat: what is run level by level is what is priced so, to the byte."""
-    cluster = cluster_of(2)
-    cluster = replace(cluster, levels=(replace(cluster.levels[0], latency_s=latency_s), HOSTS))
+    cluster, rates = cluster_of(2), (GroupRate(2, least_s=least_s),)
+    cluster = replace(cluster, levels=(replace(cluster.levels[0], latency_s=latency_s, group_rates=rates), HOSTS))
     mesh, how = Mesh((4,), ("dp",)), nesting(cluster, (4,), (0,))
     assert how is not None
     fewest = how.ranges[kind][0]
+    assert fewest > 1 or not least_s
     sizes = [1, 10**3, 10**6, 10**9, *(int(fewest) + step for step in (-1, 0, 1) if fewest + step > 0)]
     for num_bytes in sizes:
         one = Collective(kind, (0,), num_bytes, "forward")

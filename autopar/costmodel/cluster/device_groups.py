@@ -12,6 +12,7 @@ from itertools import permutations
 from typing import Any
 
 from autopar.costmodel.cluster.hardware import VERSION, Cluster, DeviceGroups, LinkLevel, level_of
+from autopar.costmodel.cluster.measured_terms import group_rate
 
 _HOW = "write e.g. '8 v100-25g + 8 p100', or '8 v100-25g + 8 p100 over 3.1GB/s' to say what joins the groups"
 # The most groups of which all orders are tried.
@@ -43,12 +44,17 @@ def joined(members: Sequence[tuple[int, Cluster]], link: LinkLevel | None = None
         raise ValueError(f"ranks of one program run on one type of device, found groups of {' and '.join(kinds)}")
     outermost = [one.levels[-1] for _, one in members]
     slowest = link or LinkLevel(
-        0, max(one.latency_s for one in outermost), min(one.bandwidth_bytes_per_s for one in outermost)
+        0, max(map(_send_latency_s, outermost)), min(one.bandwidth_bytes_per_s for one in outermost)
     )
     name = name or _name_of(members)
     kept = tuple((count, one) for count, one in members)
     source = "; ".join(f"{count} {one.name}: {one.source}" for count, one in kept)
     return replace(members[0][1], name=name, source=source, groups=DeviceGroups(kept, replace(slowest, size=0)))
+
+
+def _send_latency_s(level: LinkLevel) -> float:
+    """Of a send between two devices, its fixed cost included."""
+    return level.latency_s + group_rate(level.group_rates, "p2p", 2).base_latency_s
 
 
 @lru_cache(maxsize=64)
@@ -162,7 +168,7 @@ def parse_groups(text: str, load: Callable[[str], Cluster]) -> Cluster | None:
     if match is None or not float(match[1]):
         return _refuse(text)
     bandwidth = float(match[1]) * _SCALES[match[2]] / (8 if match[3] == "bit" else 1)
-    latency = max(one.levels[-1].latency_s for _, one in members)
+    latency = max(_send_latency_s(one.levels[-1]) for _, one in members)
     return joined(members, LinkLevel(0, latency, bandwidth), name=text)
 
 

@@ -278,6 +278,7 @@ def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float
             yield f"size of {place}", rate.size, 2, _MOST_DEVICES
             yield f"bandwidth_share of {place}", rate.bandwidth_share, _LEAST, _MOST
             yield f"base_latency_s of {place}", rate.base_latency_s, 0.0, _MOST
+            yield f"least_s of {place}", rate.least_s, 0.0, _MOST
     for product in cluster.product_shares:
         yield "share of product_shares", product.share, _LEAST, _MOST
         yield "reuse of product_shares", product.reuse, _LEAST, _MOST

@@ -15,12 +15,13 @@ class GroupRate:
     """The rate of collectives within groups of `size` children of a link level.
 
     `bandwidth_share`: reached bandwidth over that of the level, above 0; above 1 where the level's figure is that of
-    larger groups. `base_latency_s`: fixed seconds of a collective, once, beside the latency of each hop. `kind`: of
+    larger groups. `base_latency_s`: fixed seconds of a collective, once, beside the latency of each hop. `least_s`: the
+    seconds that a collective takes at least, in which so many bytes move as buffers on the way take at once. `kind`: of
     collective ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), "p2p" for what a device sends to its peer
-    (size 2), "" for every kind without rows of its own on this level.
+    (size 2, without a `least_s`), "" for every kind without rows of its own on this level.
 
     How to fill it: with all groups of `size` neighbours busy at once, time the collective for a range of bytes and fit
-    `a + b * bytes`. Then `base_latency_s` is `a` less the hops of the algorithm (`collective_time`), and
+    `max(least_s, a + b * bytes)`. Then `base_latency_s` is `a` less the hops of the algorithm (`collective_time`), and
     `bandwidth_share` is the formula's seconds for each byte over `b`.
     """
 
@@ -28,6 +29,7 @@ class GroupRate:
     bandwidth_share: float = 1.0
     base_latency_s: float = 0.0
     kind: str = ""
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,11 @@ def group_rate(rates: Sequence[GroupRate], kind: str, size: int) -> GroupRate:
     rows = [rate for rate in rates if rate.kind == kind] or [rate for rate in rates if not rate.kind]
     if not rows:
         return GroupRate(size)
-    shares, latencies = ([(rate.size, getattr(rate, name)) for rate in rows] for name in _OF_GROUP)
-    return GroupRate(size, _between(shares, size), _between(latencies, size), kind)
+    reached = {name: _between([(rate.size, getattr(rate, name)) for rate in rows], size) for name in _OF_GROUP}
+    return GroupRate(size, kind=kind, **reached)
 
 
-_OF_GROUP = ("bandwidth_share", "base_latency_s")
+_OF_GROUP = ("bandwidth_share", "base_latency_s", "least_s")
 
 
 def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: float) -> tuple[float, float]:

@@ -89,6 +89,7 @@ def test_a_file_of_another_version_is_refused():
         (("memory_shares", 0, "speed"), 1.0, "speed"),
         (("levels", 0, "group_rates", 0, "size"), 1, "size of group_rates of level 0"),
         (("levels", 0, "group_rates", 0, "kind"), "gather", "kind of '', 'all_reduce'.*group_rates of level 0"),
+        (("levels", 0, "group_rates", 0, "least_s"), -1.0, "least_s of group_rates of level 0"),
         (("levels", 0, "group_rates"), {"size": 2}, "not a cluster"),
         (("calibration", "fit_error"), -0.1, "fit_error of calibration"),
         (("calibration", "date"), 20260131, "date and backend of calibration"),
