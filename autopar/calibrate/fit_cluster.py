@@ -12,7 +12,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from autopar.calibrate.line_fit import Line, fit_bent, fit_line
+from autopar.calibrate.line_fit import Line, fit_bent
 from autopar.calibrate.link_levels import host_name
 from autopar.calibrate.measure import Measured, OnRank
 from autopar.calibrate.probe_ops import OpTime, UpdateTime
@@ -87,10 +87,8 @@ def _devices(ranks: OnRank, name: str, device_type: str, backend: str) -> Cluste
     bare = replace(_bare(name, device_type, ranks), algorithms=_ALGORITHMS_OF.get(backend, ALGORITHMS))
     devices = replace(bare, product_shares=_product_shares(ranks, bare), memory_shares=_memory_shares(ranks, bare))
     devices = replace(devices, unaligned_shares=_unaligned_shares(ranks, devices))
-    updates = _update_line(ranks.updates)
-    share = 1 / (updates.beta_s_per_byte * bare.memory_bandwidth_bytes_per_s)
-    shares = (*devices.memory_shares, MemoryShare("update", share))
-    return replace(devices, memory_shares=shares, update_s=updates.alpha_s)
+    update_s, updates = _update_shares(ranks.updates, bare)
+    return replace(devices, memory_shares=(*devices.memory_shares, *updates), update_s=update_s)
 
 
 def _with_origin(
@@ -215,11 +213,15 @@ def _memory_shares(ranks: OnRank, bare: Cluster) -> tuple[MemoryShare, ...]:
     return (usual, *rows)
 
 
-def _update_line(updates: Iterable[UpdateTime]) -> Line:
-    """Seconds of updating a parameter, by the bytes that AdamW moves (`memory.update_bytes`)."""
-    points = [(_updated_bytes(update), update.seconds / update.num_parameters) for update in updates]
-    line = fit_line(*zip(*points))
-    return replace(line, beta_s_per_byte=max(line.beta_s_per_byte, _LEAST_BETA))
+def _update_shares(updates: Iterable[UpdateTime], bare: Cluster) -> tuple[float, list[MemoryShare]]:
+    """(the fixed seconds of updating a parameter, those of the smallest; the shares that the larger ones reach)."""
+    points = sorted((_updated_bytes(update), update.seconds / update.num_parameters) for update in updates)
+    (_, update_s), *larger = points
+    shares = []
+    for num_bytes, seconds in larger:
+        share = num_bytes / bare.memory_bandwidth_bytes_per_s / _rest(seconds, update_s)
+        shares.append(MemoryShare("update", share, num_bytes=num_bytes))
+    return update_s, shares
 
 
 def _updated_bytes(update: UpdateTime) -> float:
@@ -288,8 +290,8 @@ def _points_of_ops(ranks: OnRank, cluster: Cluster) -> Iterator[Point]:
         fitted = shapes_time(timed.op, *shapes, cluster)
         yield Point(f"{family(timed.op.target)}{dtype}{reuse}", work, timed.forward_s + timed.backward_s, sum(fitted))
     for update in ranks.updates:
-        total = update.num_parameters * _updated_bytes(update)
-        yield Point("update", total, update.seconds, update_time(total, update.num_parameters, cluster))
+        total, one_s = update.num_parameters * _updated_bytes(update), update_time(_updated_bytes(update), cluster)
+        yield Point("update", total, update.seconds, update.num_parameters * one_s)
 
 
 def _points_of_links(links: Iterable[CollectiveTime], cluster: Cluster, num_ranks: int) -> Iterator[Point]:

@@ -3,7 +3,7 @@
 import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ class Measured:
     """The timings of a calibration, the same on every rank.
 
     `hosts`: of each rank; `level_sizes`: of the link levels from the inside out; `date`: ISO 8601, by the first rank's
-    clock, as the others' may be a second off; `overlap`: as of `Cluster`.
+    clock, as the others' may be a second off; `links`: as `in_steps`; `overlap`: as of `Cluster`.
     """
 
     hosts: tuple[str, ...]
@@ -94,19 +94,20 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
     links = TimedLinks(device, stall_s, effort.link_s)
     try:
         dist.barrier(group=links.world)
-        mine = measure_rank(mesh, device, effort, hosts.count(hosts[dist.get_rank()]), tell)
+        mine = measure_rank(mesh, links, effort, hosts.count(hosts[dist.get_rank()]), tell)
         ranks: list[OnRank] = [mine] * len(hosts)
         dist.all_gather_object(ranks, mine, group=links.world)
         levels, times = measure_links(links, len(hosts), per_host, effort, tell)
         overlap = measure_overlap(links, len(hosts), times, tell)
+        times = in_steps(links, len(hosts), times, tell)
     finally:
         links.close()
     return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), date, overlap)
 
 
-def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
+def measure_rank(mesh: DeviceMesh, links: TimedLinks, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
     """The timings of this rank's device; `num_sharing` ranks share the host's memory."""
-    by_dtype, in_memory = {}, list[OpTime]()
+    device, by_dtype, in_memory = links.device, {}, list[OpTime]()
     for dtype in _dtypes(device, is_quick=effort.is_quick):
         tell(f"products of {dtype}")
         timed = (time_op(op, device, effort.op_s) for op in products(device, dtype, is_quick=effort.is_quick))
@@ -117,13 +118,14 @@ def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sha
         in_memory += [time_op(op, device, effort.op_s) for op in ops]
     tell("cost of a kernel, updates, copies")
     tiny = tuple(time_op(op, device, effort.op_s / 2) for op in of_rows(2))
-    updates = tuple(time_updates(mesh, device, effort.op_s))
+    updates = tuple(time_updates(mesh, device, effort.op_s, is_quick=effort.is_quick))
     copied = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     copy_s = call_s(lambda: there.copy_(copied, non_blocking=True), device, effort.op_s)
     to_host, memory_bytes = _COPIED_BYTES / copy_s, _memory_bytes(device, num_sharing)
     float8 = float8_flops_per_s(device, effort.op_s)
     fresh = fresh_s_per_byte(device, effort.op_s)
+    links.stay_busy()
     return OnRank(by_dtype, tuple(in_memory), tiny, updates, to_host, memory_bytes, float8, fresh)
 
 
@@ -157,6 +159,15 @@ def measure_overlap(links: TimedLinks, num_ranks: int, times: Sequence[Collectiv
     tell("products during an all-reduce")
     short = [one.num_bytes for one in of_all if one.seconds <= _SHORT_S] or [min(one.num_bytes for one in of_all)]
     return links.overlap(Groups(num_ranks, 1, num_ranks), max(short))
+
+
+def in_steps(links: TimedLinks, num_ranks: int, times: Sequence[CollectiveTime], tell: Tell) -> list[CollectiveTime]:
+    """The collectives as steps have them: later by as much as ranks that share cores keep the last one waiting."""
+    if num_ranks == 1 or links.device.type != "cpu":
+        return list(times)
+    tell("waiting for ranks that compute")
+    late_s = links.lateness_s(Groups(num_ranks, 1, num_ranks))
+    return [timed if timed.kind == "p2p" else replace(timed, seconds=timed.seconds + late_s) for timed in times]
 
 
 def _on_levels(links: TimedLinks, sizes: Sequence[int], effort: Effort, tell: Tell) -> Iterator[CollectiveTime]:

@@ -32,8 +32,8 @@ _FRESH_BYTES = 2 * FRESH_BYTES
 _HELD_BYTES, _MOST_COPIES = 128 * _MIB, 16  # of operands and results of the calls in a row, beyond caches
 _ROW = 512  # elements that an op with rows (softmax, norms) reduces
 _CHANNELS, _IMAGE = (128, 256), 32  # of images whose batch is normed: a GPU is the faster the more channels there are
-_UPDATE_SHAPES = {"cpu": ((64,), (256, 256), (1024, 1024)), "cuda": ((64,), (1024, 1024), (4096, 4096))}
-_NUM_UPDATED = 8
+_UPDATE_SHAPES = {"cpu": ((64,), (256, 256), (1024, 1024), (4096, 1024)), "cuda": ((64,), (1024, 1024), (4096, 4096))}
+_NUM_UPDATED = 4
 _HAS_FLOAT8 = (8, 9)  # the first compute capability (CUDA C++ Programming Guide, Ada)
 
 
@@ -184,10 +184,10 @@ def _filled(value: Value, device: torch.device) -> torch.Tensor:
     return torch.randint(_ROW, value.shape, dtype=value.dtype, device=device)
 
 
-def time_updates(mesh: DeviceMesh, device: torch.device, budget_s: float) -> list[UpdateTime]:
+def time_updates(mesh: DeviceMesh, device: torch.device, budget_s: float, *, is_quick: bool) -> list[UpdateTime]:
     """AdamW on parameters of several sizes, DTensors whose parts are updated as those of a compiled module are."""
     times = []
-    for shape in _of(device, _UPDATE_SHAPES):
+    for shape in _of(device, _UPDATE_SHAPES)[: 3 if is_quick else None]:
         parameters = [_parameter(shape, mesh, device) for _ in range(_NUM_UPDATED)]
         optimizer = torch.optim.AdamW(parameters, lr=1e-6)
         step_on_parts(optimizer, lambda _: None)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _TRIALS = 3
 _SIDE = 256  # of the square matrices that are multiplied during a collective
 _SOME_PRODUCTS = 20  # to see how long one takes
+_TURNS_S, _LEAST_TURNS = (0.005, 0.01, 0.02), 2  # of products between all-reduces
 _SLOW_S = 0.5  # a call that takes longer is timed once, and larger ones are left out
 
 
@@ -167,6 +169,46 @@ class TimedLinks:
             alone_s, reduced_s, both_s = map(seconds, (products, reduction, both))
             hidden.append((alone_s + reduced_s - both_s) / min(alone_s, reduced_s))
         return min(1.0, max(0.0, median(hidden)))
+
+    def lateness_s(self, groups: Groups) -> float:
+        """The seconds by which products and a small all-reduce in turn take longer than each in a row: where ranks
+        share cores, the last of them is late. The same on every rank.
+        """
+        x, y = (torch.zeros(_SIDE, _SIDE, device=self.device) for _ in range(2))
+        flat, group = torch.zeros(_SIDE, device=self.device), self.group(groups)
+
+        def products(num: int) -> None:
+            for _ in range(num):
+                torch.mm(x, x, out=y)
+
+        def reduction() -> None:
+            dist.all_reduce(flat, group=group)
+
+        def in_turn(num: int) -> None:
+            products(num)
+            reduction()
+
+        def seconds(work: Callable[[], object], count: int) -> float:
+            with self._stall_named("all_reduce", groups, 4 * _SIDE):
+                return self._slowest(lambda num: block_s(work, num, self.device), count)
+
+        product_s = seconds(partial(products, _SOME_PRODUCTS), 1) / _SOME_PRODUCTS
+        late_s = []
+        for turn_s in _TURNS_S:
+            num, turns = calls_within(product_s, turn_s), max(_LEAST_TURNS, calls_within(turn_s, self.budget_s))
+            works = partial(products, num), reduction, partial(in_turn, num)
+            for _ in range(_TRIALS):
+                computed_s, reduced_s, both_s = (seconds(work, turns) for work in works)
+                late_s.append(both_s - computed_s - reduced_s)
+        return max(0.0, median(late_s))
+
+    def stay_busy(self) -> None:
+        """Compute until all ranks are here, so that those that still time their ops do not have the cores alone."""
+        met, x = dist.barrier(group=self.world, async_op=True), torch.zeros(_SIDE, _SIDE, device=self.device)
+        while met is not None and self.device.type == "cpu" and not met.is_completed():
+            torch.mm(x, x)
+        if met is not None:
+            met.wait()
 
     def _timed(self, work: Callable[[], object], kind: str, groups: Groups, num_bytes: int) -> CollectiveTime:
         """A call timed: the slowest rank's seconds, the median of trials; the same on every rank."""

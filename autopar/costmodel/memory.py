@@ -73,12 +73,12 @@ def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], train
     return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] + cast
 
 
-def update_time(num_bytes: float, num_parameters: int, cluster: Cluster) -> float:
-    """Seconds of the optimizer's update of parameters that moves `num_bytes` (`update_bytes`)."""
+def update_time(num_bytes: float, cluster: Cluster) -> float:
+    """Seconds of the optimizer's update of a parameter that moves `num_bytes` (`update_bytes`)."""
     update_s = num_bytes / cluster.memory_bandwidth_bytes_per_s
     if cluster.memory_shares:
-        update_s /= memory_share(cluster.memory_shares, "update").forward
-    return update_s + num_parameters * cluster.update_s
+        update_s /= memory_share(cluster.memory_shares, "update", num_bytes=num_bytes).forward
+    return update_s + cluster.update_s
 
 
 # New tensors of AdamW's step of one parameter after the other, which is torch's on CPUs: the root of the second moment,
@@ -95,7 +95,7 @@ def input_update_s(
         return 0.0
     held = local_bytes(item.value.shape, item.value.stored_itemsize, layout, mesh_shape)
     temporaries = _UPDATE_TEMPORARIES * training.optimizer.startswith("adam")
-    return update_time(moved, 1, cluster) + temporaries * cluster.fresh_s(held)
+    return update_time(moved, cluster) + temporaries * cluster.fresh_s(held)
 
 
 @lru_cache(maxsize=2**16)

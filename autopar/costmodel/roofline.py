@@ -203,10 +203,11 @@ def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     if flops_s and dtype in cluster.unaligned_shares and not is_aligned(op, inputs, outputs):
         share = cluster.unaligned_shares[dtype]
         flops_s, again_s = flops_s / share, again_s / share
-    bytes_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
-    forward_s = backward_s = bytes_s
+    num_bytes = op_bytes(op, inputs, outputs)
+    forward_s = backward_s = bytes_s = num_bytes / cluster.memory_bandwidth_bytes_per_s
     if bytes_s and cluster.memory_shares:
-        row = memory_share(cluster.memory_shares, family(op.target), str(op.outputs[0].dtype).removeprefix("torch."))
+        dtype = str(op.outputs[0].dtype).removeprefix("torch.")
+        row = memory_share(cluster.memory_shares, family(op.target), dtype, num_bytes)
         forward_s, backward_s = bytes_s / row.forward, bytes_s / row.backward
     fresh_s, fresh_back_s = _fresh_s(op, inputs, outputs, cluster)
     products = _backward_products(op, inputs) if flops_s else 1.0

@@ -66,8 +66,8 @@ def work_s(graph: Graph, cluster: Cluster, training: Training = WHOLE_BATCH) -> 
     def op_s(op: Op) -> float:
         return sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), best))
 
-    updated = [update_bytes(item, (I,), (1,), training) for item in graph.inputs]
-    update_s = update_time(sum(updated), sum(map(bool, updated)), cluster)
+    updated = (update_bytes(item, (I,), (1,), training) for item in graph.inputs)
+    update_s = sum(update_time(num_bytes, best) for num_bytes in updated if num_bytes)
     return (*(op_s(op.nameless) for op in graph.ops), update_s)
 
 

@@ -335,7 +335,8 @@ def calibrate_from(model: ShardedModule, path: str | os.PathLike | None = None) 
 
 
 def _with_update(cluster: Cluster, times_faster: float) -> tuple:
-    """The memory shares with that of the update, which keeps its time where that of other ops is scaled."""
-    share = memory_share(cluster.memory_shares, "update").forward * times_faster
-    rows = tuple(row for row in cluster.memory_shares if row.op != "update") or (MemoryShare(""),)
-    return (*rows, MemoryShare("update", share))
+    """The memory shares with those of the update, which keeps its time where that of other ops is scaled."""
+    others = tuple(row for row in cluster.memory_shares if row.op != "update") or (MemoryShare(""),)
+    own = [row for row in cluster.memory_shares if row.op == "update"]
+    own = own or [replace(memory_share(cluster.memory_shares, "update"), op="update", backward=1.0)]
+    return (*others, *(replace(row, forward=row.forward * times_faster) for row in own))

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -14,14 +15,15 @@ from autopar.calibrate.fit_cluster import fit_cluster
 from autopar.calibrate.fit_report import report
 from autopar.calibrate.line_fit import fit_line
 from autopar.calibrate.link_levels import level_sizes, ranks_per_host
-from autopar.calibrate.measure import FULL, QUICK, Measured, OnRank, measure_links
+from autopar.calibrate.measure import FULL, QUICK, Measured, OnRank, in_steps, measure_links
 from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products
-from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups
+from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups, TimedLinks
 from autopar.costmodel.cluster.device_groups import seen_by
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.load_cluster import cluster_from_json
 from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare, memory_share, product_share
 from autopar.costmodel.collective_time import collective_times
+from autopar.costmodel.memory import update_time
 from autopar.costmodel.roofline import shapes_time
 from autopar.errors import AutoparError
 
@@ -250,6 +252,53 @@ class Disturbed:
 def test_a_busy_machine_shows_no_step_of_bandwidth(distance):
     sizes, _ = measure_links(Disturbed(distance), 4, 4, QUICK, lambda _: None)
     assert sizes == (4,)
+
+
+def test_updates_of_parameters_that_caches_hold_are_as_fast_as_timed_and_large_ones_as_slow():
+    times = {64: 4e-5, 2**18: 1.4e-4, 2**22: 3.2e-3, 2**24: 2e-2}
+    rank = replace(on_rank(TRUTH), updates=tuple(UpdateTime(4, size, 4 * time_s) for size, time_s in times.items()))
+    fitted = fit_cluster(replace(measured(), ranks=(rank,) * 4), "fitted", "cpu", "gloo", ())
+    assert max(point.error for point in fitted.points if point.term == "update") < 0.01
+    between = update_time(7.0 * 2**23, fitted.cluster)
+    assert 2 * times[2**22] < between < times[2**24]
+    assert update_time(7.0 * 2**26, fitted.cluster) == pytest.approx(4 * times[2**24], rel=0.01)
+    assert update_time(7.0 * 2**24, fitted.cluster.at_best()) < 0.5 * times[2**24]
+
+
+class Late:
+    """Links whose ranks keep others waiting for 3 ms."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def lateness_s(self, groups: Groups) -> float:
+        assert groups == Groups(4, 1, 4)
+        return 3e-3
+
+
+def test_collectives_of_ranks_that_share_cores_are_late_as_in_steps():
+    timed = [CollectiveTime(kind, Groups(4, 1, 4), 2**20, 1e-2) for kind in (*KINDS, "p2p")]
+    seconds = [one.seconds for one in in_steps(Late("cpu"), 4, timed, lambda _: None)]
+    assert seconds == pytest.approx([1.3e-2] * len(KINDS) + [1e-2])
+    for device, num_ranks in (("cuda", 4), ("cpu", 1)):
+        assert in_steps(Late(device), num_ranks, timed, lambda _: None) == timed
+
+
+def test_a_rank_that_is_done_computes_while_others_time_their_ops(monkeypatch):
+    asked, done = [], []
+
+    class Met:
+        def is_completed(self) -> bool:
+            asked.append(None)
+            return len(asked) > 3
+
+        def wait(self) -> None:
+            done.append(None)
+
+    monkeypatch.setattr(dist, "barrier", lambda **_: Met())
+    monkeypatch.setattr(torch, "mm", lambda *_: done.append("product"))
+    TimedLinks(CPU, 1.0, 0.1, _world=["all"]).stay_busy()
+    assert done == ["product"] * 3 + [None]
 
 
 def test_messages_that_buffers_on_the_way_take_at_once_do_not_make_large_ones_cheaper():

@@ -143,7 +143,7 @@ class Cluster:
         return num_bytes * self.fresh_s_per_byte if num_bytes >= FRESH_BYTES else 0.0
 
     def at_best(self) -> "Cluster":
-        """The cluster whose products reach, at any size, the largest share that their op reaches at some size.
+        """The cluster whose ops reach, at any size, the largest share that their family reaches at some size.
 
         Attention is fused or written out, whichever is faster, and rows of any size are whole units.
 
@@ -154,10 +154,18 @@ class Cluster:
             others = best.get((row.op, row.dtype), row)
             forward, backward = map(max, zip(row.shares, others.shares))
             best[row.op, row.dtype] = replace(row, share=forward, backward=backward)
-        kernels = (ANY,) if self.attention_kernels else ()
-        shares = tuple(best.values())
+        in_memory: dict[tuple[str, str], MemoryShare] = {}
+        for row in self.memory_shares:
+            others = in_memory.get((row.op, row.dtype), row)
+            forward, backward = max(row.forward, others.forward), max(row.backward, others.backward)
+            in_memory[row.op, row.dtype] = replace(row, forward=forward, backward=backward)
         return replace(
-            self, product_shares=shares, unaligned_shares={}, attention_kernels=kernels, fresh_s_per_byte=0.0
+            self,
+            product_shares=tuple(best.values()),
+            memory_shares=tuple(in_memory.values()),
+            unaligned_shares={},
+            attention_kernels=(ANY,) if self.attention_kernels else (),
+            fresh_s_per_byte=0.0,
         )
 
     def to_json(self) -> str:
@@ -286,6 +294,7 @@ def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float
     for row in cluster.memory_shares:
         yield f"forward of memory_shares {row.op!r}", row.forward, _LEAST, _MOST
         yield f"backward of memory_shares {row.op!r}", row.backward, _LEAST, _MOST
+        yield f"num_bytes of memory_shares {row.op!r}", row.num_bytes, _LEAST, _MOST
     if cluster.calibration is not None:
         yield "fit_error of calibration", cluster.calibration.fit_error, 0.0, _MOST
         yield "worst_error of calibration", cluster.calibration.worst_error, 0.0, _MOST

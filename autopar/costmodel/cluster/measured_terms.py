@@ -6,6 +6,7 @@ docs/cost_model.md tells how each is measured.
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,7 +65,9 @@ class MemoryShare:
 
     `op`: family of the op ("aten.gelu"), "update" for the optimizer's update (`forward` only), or "" for every op
     without a row of its own. `dtype`: of its first result ("bfloat16"), or "" for every dtype without rows of its own.
-    Above 1 where the op moves fewer bytes than its operands and results have.
+    Above 1 where the op moves fewer bytes than its operands and results have. `num_bytes`: moved by the op, or by the
+    update of one parameter, which caches speed up if it is small; between two rows the share is linear in the
+    logarithm of the bytes, beyond them constant.
 
     How to fill it: time the op on operands beyond the caches, less `Cluster.kernel_s`; the share is the bytes that
     `roofline.op_bytes` counts over seconds over the bandwidth. It stands for arithmetic too, as that of `gelu` on CPUs.
@@ -74,6 +77,7 @@ class MemoryShare:
     forward: float = 1.0
     backward: float = 1.0
     dtype: str = ""
+    num_bytes: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,24 @@ def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: fl
     return 1.0, 1.0
 
 
-def memory_share(shares: Sequence[MemoryShare], op: str, dtype: str = "") -> MemoryShare:
-    """The row of the family `op`, or that of all others; rows of the op precede its dtype's."""
-    rows = {(row.op, row.dtype): row for row in shares}
+def memory_share(shares: Sequence[MemoryShare], op: str, dtype: str = "", num_bytes: float = 1.0) -> MemoryShare:
+    """The share that ops of the family `op` reach which move `num_bytes`; rows of the op precede its dtype's.
+
+    >>> rows = MemoryShare("update", 0.5, num_bytes=100), MemoryShare("update", 0.25, num_bytes=10000)
+    >>> memory_share(rows, "update", num_bytes=1e3).forward
+    0.375
+    """
+    rows: dict[tuple[str, str], list[MemoryShare]] = defaultdict(list)
+    for row in shares:
+        rows[row.op, row.dtype].append(row)
     keys = (op, dtype), (op, ""), ("", dtype), ("", "")
-    return next((rows[key] for key in keys if key in rows), MemoryShare(op))
+    found = next((rows[key] for key in keys if key in rows), [MemoryShare(op)])
+    if len(found) == 1:
+        return found[0]
+    forward, backward = (
+        _between([(row.num_bytes, getattr(row, way)) for row in found], num_bytes) for way in ("forward", "backward")
+    )
+    return MemoryShare(op, forward, backward, found[0].dtype, num_bytes)
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -87,6 +87,7 @@ def test_a_file_of_another_version_is_refused():
         (("product_shares", 1, "op"), 3, "op of product_shares"),
         (("memory_shares", 0, "backward"), True, "backward of memory_shares 'aten.gelu'"),
         (("memory_shares", 0, "speed"), 1.0, "speed"),
+        (("memory_shares", 1, "num_bytes"), 0.0, "num_bytes of memory_shares 'update'"),
         (("levels", 0, "group_rates", 0, "size"), 1, "size of group_rates of level 0"),
         (("levels", 0, "group_rates", 0, "kind"), "gather", "kind of '', 'all_reduce'.*group_rates of level 0"),
         (("levels", 0, "group_rates", 0, "least_s"), -1.0, "least_s of group_rates of level 0"),
