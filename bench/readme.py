@@ -7,13 +7,14 @@ A block of the README between `<!-- bench.readme NAME -->` and `<!-- end -->` is
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import fmean, geometric_mean, median
 
 from tabulate import tabulate
 
 from bench import memory, pipeline, step
 from bench.cluster import __main__ as cluster
 from bench.models import WORKLOADS
+from bench.networks import __main__ as networks
 from bench.papers import alpa, autoddl, whale
 from bench.published import TABLE as PUBLISHED
 from bench.report import Row, Table, load
@@ -134,6 +135,18 @@ def cluster_block() -> str:
         f" ({span(best, '', '.2f')}). In a library's own layout autopar's execution over the library's: {layouts}."
     )
     return "\n\n".join(["![Steps](bench/results/cluster.png)", said, table, source("cluster", [cluster.TABLE])])
+
+
+def networks_block() -> str:
+    """Predicted beside measured steps of many plans on networks."""
+    rows, lines = rows_of("networks", networks.TABLE), []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        of = [row["points"] for row in rows if row["network"] == network]
+        errors, regrets = [networks.error(point) for points in of for point in points], list(map(networks.regret, of))
+        found = (fmean(errors), max(errors), fmean(regrets), max(regrets))
+        lines.append((network, str(len(of)), str(len(errors)), *(f"{100 * share:.0f} %" for share in found)))
+    header = ("network", "models", "plans", "mean error", "worst", "mean regret", "worst regret")
+    return "\n\n".join([grid(header, lines), source("networks", [networks.TABLE])])
 
 
 def planning_block() -> str:
@@ -354,6 +367,7 @@ def _alpa() -> list[str]:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "step": step_block,
     "cluster": cluster_block,
+    "networks": networks_block,
     "planning": planning_block,
     "pipeline": pipeline_block,
     "memory": memory_block,
