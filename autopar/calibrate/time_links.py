@@ -140,33 +140,19 @@ class TimedLinks:
 
         The same on every rank.
         """
-        x, y = (torch.zeros(_SIDE, _SIDE, device=self.device) for _ in range(2))
-        flat, group = torch.zeros(max(1, num_bytes // 4), device=self.device), self.group(groups)
+        products, flat = self._products(), torch.zeros(max(1, num_bytes // 4), device=self.device)
+        seconds = partial(self._seconds, count=1, kind="all_reduce", groups=groups, num_bytes=num_bytes)
+        reduction = partial(dist.all_reduce, flat, group=self.group(groups))
 
-        def seconds(work: Callable[[], object]) -> float:
-            def named(count: int) -> float:
-                with self._stall_named("all_reduce", groups, num_bytes):
-                    return block_s(work, count, self.device)
-
-            return self._slowest(named, 1)
-
-        def products() -> None:
-            for _ in range(num_products):
-                torch.mm(x, x, out=y)
-
-        def reduction() -> None:
-            dist.all_reduce(flat, group=group)
-
-        def both() -> None:
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            products()
+        def both(num: int) -> None:
+            work = reduction(async_op=True)
+            products(num)
             work.wait()
 
-        num_products = _SOME_PRODUCTS
-        num_products = calls_within(seconds(products) / _SOME_PRODUCTS, seconds(reduction))
+        num = calls_within(seconds(partial(products, _SOME_PRODUCTS)) / _SOME_PRODUCTS, seconds(reduction))
         hidden = []
         for _ in range(_TRIALS):
-            alone_s, reduced_s, both_s = map(seconds, (products, reduction, both))
+            alone_s, reduced_s, both_s = map(seconds, (partial(products, num), reduction, partial(both, num)))
             hidden.append((alone_s + reduced_s - both_s) / min(alone_s, reduced_s))
         return min(1.0, max(0.0, median(hidden)))
 
@@ -174,31 +160,21 @@ class TimedLinks:
         """The seconds by which products and a small all-reduce in turn take longer than each in a row: where ranks
         share cores, the last of them is late. The same on every rank.
         """
-        x, y = (torch.zeros(_SIDE, _SIDE, device=self.device) for _ in range(2))
-        flat, group = torch.zeros(_SIDE, device=self.device), self.group(groups)
-
-        def products(num: int) -> None:
-            for _ in range(num):
-                torch.mm(x, x, out=y)
-
-        def reduction() -> None:
-            dist.all_reduce(flat, group=group)
+        products, flat = self._products(), torch.zeros(_SIDE, device=self.device)
+        seconds = partial(self._seconds, kind="all_reduce", groups=groups, num_bytes=flat.nbytes)
+        reduction = partial(dist.all_reduce, flat, group=self.group(groups))
 
         def in_turn(num: int) -> None:
             products(num)
             reduction()
 
-        def seconds(work: Callable[[], object], count: int) -> float:
-            with self._stall_named("all_reduce", groups, 4 * _SIDE):
-                return self._slowest(lambda num: block_s(work, num, self.device), count)
-
-        product_s = seconds(partial(products, _SOME_PRODUCTS), 1) / _SOME_PRODUCTS
+        product_s = seconds(partial(products, _SOME_PRODUCTS), count=1) / _SOME_PRODUCTS
         late_s = []
         for turn_s in _TURNS_S:
             num, turns = calls_within(product_s, turn_s), max(_LEAST_TURNS, calls_within(turn_s, self.budget_s))
             works = partial(products, num), reduction, partial(in_turn, num)
             for _ in range(_TRIALS):
-                computed_s, reduced_s, both_s = (seconds(work, turns) for work in works)
+                computed_s, reduced_s, both_s = (seconds(work, count=turns) for work in works)
                 late_s.append(both_s - computed_s - reduced_s)
         return max(0.0, median(late_s))
 
@@ -217,22 +193,32 @@ class TimedLinks:
 
     def _timed(self, work: Callable[[], object], kind: str, groups: Groups, num_bytes: int) -> CollectiveTime:
         """A call timed: the slowest rank's seconds, the median of trials; the same on every rank."""
-
-        def named(count: int) -> float:
-            with self._stall_named(kind, groups, num_bytes):
-                return block_s(work, count, self.device)
-
-        named(1)
-        seconds = self._slowest(named, 1)
+        timed = partial(self._seconds, work, kind=kind, groups=groups, num_bytes=num_bytes)
+        timed(count=1)
+        seconds = timed(count=1)
         if seconds <= _SLOW_S:
             count = calls_within(seconds, self.budget_s / _TRIALS)
-            seconds = median(self._slowest(named, count) for _ in range(_TRIALS))
+            seconds = median(timed(count=count) for _ in range(_TRIALS))
         return CollectiveTime(kind, groups, num_bytes, seconds)
 
-    def _slowest(self, timed: Callable[[int], float], count: int) -> float:
-        """Seconds of each of `count` calls on the rank that takes longest, all starting together."""
+    def _products(self) -> Callable[[int], None]:
+        """A function that makes so many products of matrices."""
+        x, y = (torch.zeros(_SIDE, _SIDE, device=self.device) for _ in range(2))
+
+        def products(num: int) -> None:
+            for _ in range(num):
+                torch.mm(x, x, out=y)
+
+        return products
+
+    def _seconds(self, work: Callable[[], object], count: int, kind: str, groups: Groups, num_bytes: int) -> float:
+        """Seconds of each of `count` calls on the rank that takes longest, all starting together; a stall is named by
+        the collective in `work`.
+        """
         dist.barrier(group=self.world)
-        seconds = torch.tensor(timed(count), dtype=torch.float64, device=self.device)
+        with self._stall_named(kind, groups, num_bytes):
+            called_s = block_s(work, count, self.device)
+        seconds = torch.tensor(called_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world)
         return seconds.item()
 
