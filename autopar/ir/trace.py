@@ -11,7 +11,7 @@ from autopar.ir.autocast import Autocast, autocast_on, without_autocast
 from autopar.ir.experts.check_idle import check_idle, selects_rows
 from autopar.ir.experts.row_numbers import row_numbers
 from autopar.ir.export.from_fx import ConvertedRegion, convert_region
-from autopar.ir.export.functionalise import View, read
+from autopar.ir.export.functionalise import View, check_thawed, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.export.run_export import export
@@ -113,6 +113,7 @@ def outline_to_graph(
     results = convert_region(region, builder)
     outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
     outputs = with_guards(outputs, builder)
+    check_thawed(placeholders.state.values())
     return Graph(
         inputs=tuple(placeholders.inputs),
         ops=tuple(builder.ops),

@@ -18,7 +18,7 @@ from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import TRANSFORMS, line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
 from autopar.ir.function_ops import known_target
-from autopar.ir.gradients.gradient_op import GRADIENT, TRACKED
+from autopar.ir.gradients.gradient_op import FROZEN, GRADIENT, TRACKED
 from autopar.ir.gradients.write_out import gradients_of, note_tracked, start_of
 from autopar.ir.graph import Value
 from autopar.ir.guards.add_guards import emit_sized, note_guard
@@ -127,8 +127,8 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
     if target == CALL and region.expand is not None:
         return region.expand(node, region, builder)
     at = origin_of(node, region)
-    if target == TRACKED:
-        note_tracked(_bind(node.args[0], region.env, builder, at), builder)
+    if target in (TRACKED, FROZEN):
+        _note_requires_grad(region.env[_arguments(node)[0]], target == TRACKED, builder, at)
         return None
     if target == GRADIENT:
         return _write_out(node, region, builder, at)
@@ -138,6 +138,16 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         return _inline(node, target, region, builder)
     _check_sizes(node, target, region)
     return _convert_op(node, target, region, builder, at)
+
+
+def _note_requires_grad(view: View, is_tracked: bool, builder: OpBuilder, at: Origin) -> None:
+    """Note that autograd follows a tensor or not; reads of a parameter change until it is set back."""
+    if not view.storage.owner.startswith("parameter "):
+        note_tracked(read(view, builder, at), builder)
+    elif is_tracked:
+        functionalise.thaw(view)
+    else:
+        functionalise.freeze(view, builder, at)
 
 
 def _write_out(node: Node, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> tuple[View, ...]:

@@ -1,5 +1,6 @@
 """Functionalisation: each storage has a current value, and views of it are taken again after an in-place write."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +9,22 @@ from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.view_ops import ViewStep
 from autopar.ir.graph import Value, resolve
 
+_LEFT = (
+    "the forward sets requires_grad of {} to {}, and it was {} before: expected what it was, at the forward's end. Set"
+    " it before the call, or back within the forward"
+)
+
 
 @dataclass
 class Storage:
-    """Memory that tensors share; `owner`: "" for memory of the call itself, otherwise e.g. "parameter w"."""
+    """Memory that tensors share; `owner`: "" for memory of the call itself, otherwise e.g. "parameter w". `leaf`: the
+    value of a parameter that is frozen for now, as autograd follows it.
+    """
 
     value: Value
     version: int = 0
     owner: str = ""
+    leaf: Value | None = None
 
     def make_read_only(self, owner: str) -> None:
         """Refuse writes from now on: a view that cannot be taken again would keep the old values."""
@@ -51,6 +60,33 @@ def read(view: View, builder: OpBuilder, at: Origin) -> Value:
             value = step.take(builder, value, at)
         view.value, view.version = value, view.storage.version
     return view.value
+
+
+def freeze(view: View, builder: OpBuilder, at: Origin) -> None:
+    """No gradient reaches a parameter by what reads it from now on; views that there are already keep theirs. A trace
+    may say so several times.
+    """
+    storage = view.storage
+    if storage.leaf is None:
+        storage.leaf = storage.value
+        view.value = storage.value = builder.emit("aten.detach.default", (storage.value,), at=at)[0]
+
+
+def thaw(view: View) -> None:
+    """Reads of a frozen parameter are again what they were; TraceError if it was frozen when the forward began."""
+    storage = view.storage
+    if storage.leaf is not None:
+        view.value = storage.value = storage.leaf
+        storage.leaf = None
+    elif not storage.value.needs_grad:
+        raise TraceError(_LEFT.format(storage.owner, True, False))
+
+
+def check_thawed(views: Iterable[View]) -> None:
+    """TraceError for a parameter that the forward leaves frozen."""
+    for view in views:
+        if view.storage.leaf is not None:
+            raise TraceError(_LEFT.format(view.storage.owner, False, True))
 
 
 def write(view: View, value: Value, builder: OpBuilder, at: Origin) -> None:

@@ -11,19 +11,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.fx.node import has_side_effect
 
 from autopar.errors import TraceError
 from autopar.ir.graph import resolve
 from autopar.torch_compat import disable_proxy_modes_tracing, peek_interpreter_stack
 
-GRADIENT, TRACKED = "autopar.gradient.default", "autopar.note_tracked.default"
+GRADIENT = "autopar.gradient.default"
+TRACKED, FROZEN = "autopar.note_tracked.default", "autopar.note_frozen.default"
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] directions, bool[] are_leaves) -> Tensor[]")
-_LIBRARY.define("note_tracked(Tensor self) -> ()")
-_LIBRARY.impl("note_tracked", lambda self: None, "CompositeExplicitAutograd")
-has_side_effect(torch.ops.autopar.note_tracked.default)
+for _name in ("note_tracked", "note_frozen"):
+    _LIBRARY.define(f"{_name}(Tensor self) -> ()")
+    _LIBRARY.impl(_name, lambda self: None, "CompositeExplicitAutograd")
+    has_side_effect(getattr(torch.ops.autopar, _name).default)
 _GRAD = torch.autograd.grad  # as it is before an export replaces it
 _REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")
 _REQUIRES_GRAD_ = torch.Tensor.requires_grad_
@@ -47,7 +50,9 @@ _LIBRARY.impl("gradient", _gradient, "CompositeImplicitAutograd")
 
 @contextmanager
 def gradients_kept() -> Iterator[None]:
-    """Inside, `torch.autograd.grad` is an op, and so is what makes a tensor one that autograd follows."""
+    """Inside, `torch.autograd.grad` is an op, and so is what makes a tensor one that autograd follows, or a parameter
+    one that it does not.
+    """
     tracked = property(_REQUIRES_GRAD.__get__, _set_requires_grad, _REQUIRES_GRAD.__delete__)
     with (
         patch.object(torch.autograd, "grad", _recorded),
@@ -62,10 +67,10 @@ def _set_requires_grad(x: torch.Tensor, value: bool) -> None:
 
 
 def _requires_grad_(x: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
-    is_new = requires_grad and not _REQUIRES_GRAD.__get__(x)
+    is_new = requires_grad != _REQUIRES_GRAD.__get__(x)
     _REQUIRES_GRAD_(x, requires_grad)
-    if is_new and peek_interpreter_stack() is None:
-        resolve(TRACKED)(x)
+    if is_new and (requires_grad or isinstance(x, nn.Parameter)) and peek_interpreter_stack() is None:
+        resolve(TRACKED if requires_grad else FROZEN)(x)
     return x
 
 
