@@ -38,7 +38,7 @@ def plan_on_groups(
     More microbatches are tried as long as memory keeps a group from having the rows that its speed asks for, and they
     gain. `mesh`: the groups lie along its first axis; an open one is tried as one axis, and with a second one within
     the nodes of all groups. Its lower bound holds for all plans on these devices. InfeasibleError if no shares fit in
-    every group's memory; MeshError for a mesh that the groups do not lie on.
+    every group's memory; MeshError for a mesh that the groups do not lie on. `to_beat_s`: as of `best_on_groups`.
     """
     assert cluster.groups is not None, "a cluster of groups"
     check_groups(mesh, cluster)
@@ -49,14 +49,14 @@ def plan_on_groups(
             break
         part = budget.part(_SHARE_OF_COUNT if number + 1 < len(counts) else 1.0)
         try:
-            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, part, predict)
+            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, (part, predict, to_beat_s))
         except InfeasibleError as error:
             refused = refused or error
             continue
         if best is not None and found.step_s >= best.step_s:
             break
         best = found
-        if not is_capped:
+        if not is_capped or found.step_s >= to_beat_s:
             break
     if best is None:
         assert refused is not None, "there is a number of microbatches"
@@ -82,14 +82,14 @@ def _in_microbatches(
     cluster: Cluster,
     request: PlanRequest,
     count: int,
-    budget: Budget,
-    predict: Predict | None,
+    how: tuple[Budget, Predict | None, float],
 ) -> tuple[Plan | StagedPlan, bool]:
     """The best plan in so many microbatches, and whether memory holds it back: each is planned as a batch, and the
-    shares are those of all.
+    shares are those of all. `how`: the budget, the prediction of peaks, and the step to beat.
     """
+    budget, predict, to_beat_s = how
     if count == 1:
-        return best_on_groups(graph, mesh, cluster, request, budget=budget, predict=predict)
+        return best_on_groups(graph, mesh, cluster, request, budget=budget, predict=predict, to_beat_s=to_beat_s)
     _, (stage,) = stage_graphs(graph, (), count)
     training, schedule = request.training.staged(count, 1), Schedule("accumulate", 1, 1, count)
 

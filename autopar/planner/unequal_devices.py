@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.work_bound import work_s
 from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.graph import Graph
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import Devices, Mesh, SeenShares
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import make_plan
@@ -52,8 +53,12 @@ def best_on_groups(
     *,
     budget: Budget,
     predict: Predict | None,
+    to_beat_s: float = math.inf,
 ) -> tuple[Plan, bool]:
-    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows."""
+    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows.
+
+    `to_beat_s`: where no plan in the first shares takes less, others are not tried, and no peak is predicted.
+    """
     best: Plan | None = None
     is_capped = False
     failure: InfeasibleError | None = None
@@ -63,7 +68,7 @@ def best_on_groups(
             break
         part = budget.part(1 / (len(meshes) - number))
         try:
-            search = _OnMesh(graph, one, cluster, request, part, predict)
+            search = _OnMesh(graph, one, cluster, request, part, predict, to_beat_s)
             plan = search.best()
         except InfeasibleError as error:
             failure = error
@@ -120,6 +125,7 @@ class _OnMesh:
     request: PlanRequest
     budget: Budget
     predict: Predict | None
+    to_beat_s: float = math.inf
     most_rows: dict[int, int] = field(default_factory=dict)
     exceeded: int = 0
     is_capped: bool = False  # memory keeps a group from having the rows that its speed asks for
@@ -145,7 +151,7 @@ class _OnMesh:
 
     def best(self) -> Plan:
         """The best plan found; InfeasibleError if there is none."""
-        best: Plan | None = None
+        best: _PlanOnGroups | None = None
         sizes, num_searched = self._first_sizes(), 0
         while num_searched < _MOST_SEARCHES and not (self.budget.is_spent and best):
             try:
@@ -156,17 +162,17 @@ class _OnMesh:
                 sizes = self._fewer(sizes, error)
                 continue
             num_searched += 1
-            best = found if best is None or found.step_s < best.step_s else best
-            if self.mesh.shares or not self.num_rows:
+            best = found if best is None or found.plan.step_s < best.plan.step_s else best
+            if self.mesh.shares or not self.num_rows or best.plan.lower_bound_s >= self.to_beat_s:
                 break
             balanced = self._balanced(found)
-            if balanced.step_s > found.step_s * (1 - _WORTH):
+            if balanced.plan.step_s > found.plan.step_s * (1 - _WORTH):
                 break
-            best = min(best, self._fitting(balanced) or best, key=lambda plan: plan.step_s)
-            ((_, rows),) = balanced.mesh.shares
-            sizes = tuple(rows)
+            if (fitting := self._fitting(balanced)) is not None and fitting.step_s < best.plan.step_s:
+                best = replace(balanced, plan=fitting)
+            ((_, sizes),) = plain(balanced.plan.mesh).shares
         assert best is not None, "without a plan there is an error"
-        return replace(best, hand=dict(best.hand) | self._in_other_shares(best))
+        return replace(best.plan, hand=dict(best.plan.hand) | self._in_other_shares(best))
 
     def _fewer(self, sizes: tuple[int, ...], error: "_TooMany") -> tuple[int, ...]:
         """Shares with fewer rows for the group of the error, which is raised if there are none, or time is up."""
@@ -209,100 +215,117 @@ class _OnMesh:
             sizes[rank] = 1
         return tuple(sizes)
 
-    def _searched(self, sizes: tuple[int, ...]) -> Plan:
-        """The best plan in these shares that fits in every group's memory."""
+    def _searched(self, sizes: tuple[int, ...]) -> "_PlanOnGroups":
+        """The best plan in these shares that fits in every group's memory.
+
+        The group that is expected to be the slowest is searched first: if it is, its plan is the best.
+        """
         mesh = replace(self.mesh, shares=((0, sizes),) if sizes else ())
-        bound_s, plans, tried = 0.0, list[Plan](), list[Assignment]()
-        for group in self._largest_first():
+        bound_s, plans, tried = 0.0, list[_PlanOnGroups](), list[Assignment]()
+        for group in self._slowest_first(sizes):
             request, there = self._request_of(group), seen_by(self.cluster, group)
             part = self.budget.part(_SHARE_OF_SEARCH)
             try:
-                found = make_plan(
-                    self.graph, view_of(mesh, self.cluster, group), there, request, budget=part, predict=self.predict
-                )
+                asked: dict[str, Any] = {"budget": part, "predict": self.predict, "to_beat_s": self.to_beat_s}
+                found = make_plan(self.graph, view_of(mesh, self.cluster, group), there, request, **asked)
             except InfeasibleError as error:
                 raise _TooMany(group, InfeasibleError(f"{self._name(group)}: {error}")) from error
             bound_s = max(bound_s, found.lower_bound_s)
-            plan = self._of(found, mesh)
-            if plan.assignment not in tried and (fitting := self._fitting(plan, found)) is not None:
-                plans.append(replace(fitting, found_by=found.found_by))
-            tried.append(plan.assignment)
-            if plans and min(one.step_s for one in plans) * (1 - ENOUGH_GAP) <= bound_s:
+            choices = in_shares(found.assignment, dict(mesh.shares)) if mesh.shares else found.assignment
+            if choices not in tried:
+                seen = self._seen(choices, mesh, found)
+                if bound_s >= self.to_beat_s:
+                    return replace(seen, plan=replace(seen.plan, found_by=found.found_by, lower_bound_s=bound_s))
+                if (fitting := self._fitting(seen)) is not None:
+                    plans.append(replace(seen, plan=replace(fitting, found_by=found.found_by)))
+            tried.append(choices)
+            if plans and min(one.plan.step_s for one in plans) * (1 - ENOUGH_GAP) <= bound_s:
                 break
         if not plans:
             raise _TooMany(self.exceeded, self._refusal(sizes))
-        best = min(plans, key=lambda plan: plan.step_s)
-        least = format_seconds(min(bound_s, best.step_s))
-        return replace(best, found_by=f"{best.found_by}, and no plan in these shares in less than {least}")
+        best = min(plans, key=lambda one: one.plan.step_s)
+        least = format_seconds(min(bound_s, best.plan.step_s))
+        told = f"{best.plan.found_by}, and no plan in these shares in less than {least}"
+        return replace(best, plan=replace(best.plan, found_by=told))
 
-    def _largest_first(self) -> list[int]:
-        return sorted(range(len(self.groups.members)), key=lambda group: -self.groups.members[group][0])
+    def _slowest_first(self, sizes: tuple[int, ...]) -> list[int]:
+        """The groups by the seconds that the work of their rows takes; of equals the one with the most devices."""
+        rows = [max(sizes[rank] for rank in own) if sizes else 1 for own in self.ranks]
+        return sorted(
+            range(len(rows)), key=lambda group: (-rows[group] * self._rows_s[group], -self.groups.members[group][0])
+        )
 
-    def _of(self, found: Plan, mesh: Mesh) -> Plan:
-        """The plan with the choices of `found` in the shares of `mesh`, as the slowest rank sees it."""
-        choices = in_shares(found.assignment, dict(mesh.shares)) if mesh.shares else found.assignment
-        return plan_of(self.graph, choices, mesh, self.cluster, training=self.request.training)
+    def _seen(self, choices: Assignment, mesh: Mesh, known: Plan | None = None) -> "_PlanOnGroups":
+        """The plan of these choices in the shares of `mesh`; `known`: one that a group sees, which may be of them."""
+        views = tuple(self._view(choices, mesh, group, known) for group in range(len(self.ranks)))
+        return _PlanOnGroups(max(views, key=lambda view: view.step_s), views)
 
-    def _views(self, plan: Plan) -> Iterator[Plan]:
-        """The plan as each group sees it, with its memory limit."""
-        for group in range(len(self.groups.members)):
-            mesh, there = view_of(plain(plan.mesh), self.cluster, group), seen_by(self.cluster, group)
-            choices = in_shares(plan.assignment, dict(mesh.shares)) if mesh.shares else plan.assignment
-            limit = {"memory_limit_bytes": self._limit(group), "training": plan.training}
-            yield plan_of(self.graph, choices, mesh, there, **limit)
+    def _view(self, choices: Assignment, mesh: Mesh, group: int, known: Plan | None = None) -> Plan:
+        """The plan as a group sees it, with its memory limit; `known`: as of `_seen`."""
+        own, there = view_of(mesh, self.cluster, group), seen_by(self.cluster, group)
+        here = in_shares(choices, dict(own.shares)) if own.shares else choices
+        limit: dict[str, Any] = {"memory_limit_bytes": self._limit(group), "training": self.request.training}
+        if known is None or (known.mesh, known.cluster, known.assignment) != (own, there, here):
+            return plan_of(self.graph, here, own, there, **limit)
+        return replace(plan_of(self.graph, here, own, there, **limit, costs=known.costs), peak_bytes=known.peak_bytes)
 
-    def _fitting(self, plan: Plan, known: Plan | None = None) -> Plan | None:
-        """The plan with its peak if it fits in every group's memory, else None; `known`: as a group saw it before."""
-        peaks, limit = [], plan.memory_limit_bytes
-        for group, view in enumerate(self._views(plan)):
-            peak = max(self._peaks(self.predict, view, known) if self.predict else view.memory_bytes)
+    def _fitting(self, seen: "_PlanOnGroups") -> Plan | None:
+        """The plan with its peak if it fits in every group's memory, else None.
+
+        Another rank has no larger peak than one with as many rows or more, so that it is not predicted where that fits.
+        """
+        most, peaks = math.inf, seen.plan.peak_bytes
+        for view in sorted(seen.views, key=lambda view: (-_rows(view), view is not seen.plan)):
+            if self.predict is None:
+                peak = sum(view.memory_bytes)
+            elif most <= view.memory_limit_bytes and view is not seen.plan:
+                continue
+            else:
+                found = view.peak_bytes or self.predict(view)
+                peak, peaks = max(found), found if view is seen.plan else peaks
+                most = min(most, peak)
             if peak > view.memory_limit_bytes:
-                self.exceeded = group
+                self.exceeded = next(group for group, one in enumerate(seen.views) if one is view)
                 return None
-            if view.cluster == plan.cluster:
-                peaks, limit = [peak] if self.predict else [], view.memory_limit_bytes
-        return replace(plan, peak_bytes=tuple(peaks), memory_limit_bytes=limit)
+        return replace(seen.plan, peak_bytes=peaks)
 
-    @staticmethod
-    def _peaks(predict: Predict, view: Plan, known: Plan | None) -> Sequence[int]:
-        """The predicted peaks of what a group sees, which need not be predicted again where `known` is the same."""
-        if known is not None and known.peak_bytes:
-            choices = (known.mesh, known.cluster, known.assignment, known.training)
-            if choices == (view.mesh, view.cluster, view.assignment, view.training):
-                return known.peak_bytes
-        return predict(view)
-
-    def _balanced(self, plan: Plan) -> Plan:
+    def _balanced(self, seen: "_PlanOnGroups") -> "_PlanOnGroups":
         """The same choices in the shares that follow from the speeds of the groups, as often as that gains."""
-        best = plan
+        best = seen
         for _ in range(_MOST_ROUNDS):
             try:
-                sizes = self._shares([self._speed(best, view, group) for group, view in enumerate(self._views(best))])
+                sizes = self._shares([self._speed(best, group) for group in range(len(best.views))])
             except InfeasibleError:
                 break
-            tried = self._of(best, replace(self.mesh, shares=((0, sizes),)))
-            if tried.step_s >= best.step_s:
+            tried = self._in_sizes(best, sizes)
+            if tried.plan.step_s >= best.plan.step_s:
                 break
             best = tried
-        return replace(best, found_by=plan.found_by, hand=plan.hand)
+        return replace(best, plan=replace(best.plan, found_by=seen.plan.found_by, hand=seen.plan.hand))
 
-    def _speed(self, plan: Plan, view: Plan, group: int) -> DeviceSpeed:
+    def _in_sizes(self, seen: "_PlanOnGroups", sizes: tuple[int, ...]) -> "_PlanOnGroups":
+        """The same choices in shares of these sizes."""
+        if plain(seen.plan.mesh).shares == ((0, sizes),):
+            return seen
+        return self._seen(in_shares(seen.plan.assignment, {0: sizes}), replace(self.mesh, shares=((0, sizes),)))
+
+    def _speed(self, seen: "_PlanOnGroups", group: int) -> DeviceSpeed:
         """The seconds of a group's rank by its rows, from two numbers of rows; notes how many its memory holds."""
-        ((_, rows),) = plan.mesh.shares
-        seen = max(self.ranks[group], key=rows.__getitem__)
-        here, there = rows[seen], rows[seen] // 2 if rows[seen] > 1 else 2
-        other = max((rank for rank in range(len(rows)) if rank != seen), key=rows.__getitem__)
-        sizes = [there if rank == seen else size for rank, size in enumerate(rows)]
+        view = seen.views[group]
+        ((_, rows),) = plain(view.mesh).shares
+        own = max(self.ranks[group], key=rows.__getitem__)
+        here, there = rows[own], rows[own] // 2 if rows[own] > 1 else 2
+        other = max((rank for rank in range(len(rows)) if rank != own), key=rows.__getitem__)
+        sizes = [there if rank == own else size for rank, size in enumerate(rows)]
         sizes[other] = max(1, rows[other] + here - there)
-        mesh = replace(self.mesh, shares=((0, tuple(sizes)),))
-        moved = list(self._views(replace(plan, mesh=mesh)))[group]
+        moved = self._view(view.assignment, replace(self.mesh, shares=((0, tuple(sizes)),)), group)
         row_s = max((view.step_s - moved.step_s) / (here - there), 1e-15)
         row_bytes = max((view.memory_bytes[0] - moved.memory_bytes[0]) / (here - there), 1e-9)
         spare = self._limit(group) - view.memory_bytes[0]
         self.most_rows[group] = max(1, min(self.num_rows, math.floor(here + spare / row_bytes)))
         return DeviceSpeed(row_s, max(0.0, view.step_s - row_s * here))
 
-    def _in_other_shares(self, plan: Plan) -> dict[str, HandCosts]:
+    def _in_other_shares(self, seen: "_PlanOnGroups") -> dict[str, HandCosts]:
         """The same choices in equal shares, and by peak flop/s (Jia et al., "Whale", USENIX ATC 2022, section 4.2)."""
         if not self.num_rows or self.mesh.shares:
             return {}
@@ -314,7 +337,7 @@ class _OnMesh:
         for name, weights in {"equal shares": [1.0] * len(peaks), "shares by peak flop/s (Whale)": peaks}.items():
             sizes = proportional_shares(self.num_rows, weights)
             if min(sizes) > 0:
-                priced = self._of(plan, replace(self.mesh, shares=((0, sizes),)))
+                priced = self._in_sizes(seen, sizes).plan
                 found[f"this plan in {name}"] = HandCosts(priced.step_s, priced.memory_bytes[0])
         return found
 
@@ -331,12 +354,21 @@ class _OnMesh:
         return f"group {group + 1} ({count} {one.name})"
 
     def _refusal(self, sizes: tuple[int, ...]) -> InfeasibleError:
-        limits = ", ".join(f"{self._name(group)} {format_bytes(self._limit(group))}" for group in self._largest_first())
+        groups = range(len(self.ranks))
+        limits = ", ".join(f"{self._name(group)} {format_bytes(self._limit(group))}" for group in groups)
         return InfeasibleError(
             f"no plan found in shares {format_shares(sizes) if sizes else 'of equal size'} fits in the memory of every"
             f" group ({limits}): the plans that fit in others exceed that of {self._name(self.exceeded)}; take a"
             " smaller batch, or leave that group out"
         )
+
+
+@dataclass(frozen=True)
+class _PlanOnGroups:
+    """A plan as each group of devices sees it, in order; `plan`: as the slowest does, the first of equals."""
+
+    plan: Plan
+    views: tuple[Plan, ...]
 
 
 class _TooMany(Exception):
@@ -345,6 +377,11 @@ class _TooMany(Exception):
     def __init__(self, group: int, reason: InfeasibleError) -> None:
         super().__init__(str(reason))
         self.group, self.reason = group, reason
+
+
+def _rows(view: Plan) -> int:
+    """The rows of the batch of the rank that sees the plan so; 0 if all have equally many."""
+    return next((rows[rows.seen] for _, rows in view.mesh.shares if isinstance(rows, SeenShares)), 0)
 
 
 def plain(mesh: Mesh) -> Mesh:

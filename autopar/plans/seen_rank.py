@@ -69,11 +69,14 @@ def in_shares(choices: Assignment, sizes: Mapping[int, tuple[int, ...]]) -> Assi
     def strategy(chosen: Strategy) -> Strategy:
         return Strategy(tuple(_signature(one, sizes.get(axis, ())) for axis, one in enumerate(chosen.signatures)))
 
+    once = {id(one): one for one in choices.strategies.values()}  # copies of a block have one strategy
+    strategies = {key: strategy(one) for key, one in once.items()}
+
     each: dict[str, Any] = {
         name: {key: layout(one) for key, one in getattr(choices, name).items()}
         for name in ("layouts", "kept", "outputs")
     }
-    return replace(choices, strategies={name: strategy(one) for name, one in choices.strategies.items()}, **each)
+    return replace(choices, strategies={name: strategies[id(one)] for name, one in choices.strategies.items()}, **each)
 
 
 def _signature(signature: Signature, sizes: tuple[int, ...]) -> Signature:

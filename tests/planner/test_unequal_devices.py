@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
+from autopar.planner import unequal_devices
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.choose_devices import choose_devices
@@ -128,6 +130,25 @@ def test_shares_of_devices_that_differ_in_speed_alone_are_near_the_bound() -> No
     assert plan.hand["this plan in equal shares"].step_s == pytest.approx(2.5 * plan.step_s, rel=0.05)
     fast, slow = plan.mesh.shares[0][1][0], plan.mesh.shares[0][1][3]
     assert fast == pytest.approx(4 * slow, rel=0.05)
+
+
+def test_what_the_slowest_group_takes_needs_no_search_or_peak_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted, searched = list[Plan](), list[int]()
+
+    def counted(graph: Graph, mesh: Mesh, cluster: Cluster, *args: Any, **options: Any) -> Plan:
+        assert cluster.groups is not None
+        searched.append(cluster.groups.seen)
+        return make_plan(graph, mesh, cluster, *args, **options)
+
+    def peaks(plan: Plan) -> tuple[int, ...]:
+        predicted.append(plan)
+        return (sum(plan.memory_bytes),)
+
+    monkeypatch.setattr(unequal_devices, "make_plan", counted)
+    request = PlanRequest(shares=(("dp", (8, 8, 8, 8)),))
+    plan = choose_plan(stack(32), Mesh((4,), ("dp",)), two(), request, predict=peaks)
+    assert searched == [1], "the slow group"
+    assert [one.mesh for one in predicted] == [plan.mesh]
 
 
 def test_slow_devices_are_left_out_where_that_is_faster() -> None:

@@ -58,9 +58,10 @@ def make_plan(
     """The best plan within the budget, never worse than a hand plan that satisfies the pins and the memory limit.
 
     `mesh`: for `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the
-    best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less; a
-    plan that takes longer is returned without a prediction. `budget`: by default the time limit of the request.
-    `predict`: as in `choose_plan`. PinError, InfeasibleError or MeshError if no plan satisfies the request.
+    best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less, the
+    search on another one ends once no plan can, and a plan that takes longer is returned without a prediction.
+    `budget`: by default the time limit of the request. `predict`: as in `choose_plan`. PinError, InfeasibleError or
+    MeshError if no plan satisfies the request.
     """
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
@@ -80,11 +81,7 @@ def make_plan(
                 if isinstance(mesh, Devices):
                     by_mesh = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
                 else:
-                    coarse, *finer = coarse_to_fine(mesh, within, part)
-                    solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, budget=coarse.budget)
-                    for step in finer:
-                        solved = refined(solved, graph, cluster, step)
-                    by_mesh = {mesh: solved}
+                    by_mesh = _on_given_mesh(graph, mesh, cluster, within, to_beat_s, part)
             except InfeasibleError as error:
                 if is_first:
                     raise
@@ -102,6 +99,18 @@ def make_plan(
     if fit.best is None:
         raise fit.refusal("so would others; raise it, or use more devices")
     return replace(fit.best, lower_bound_s=min(bound_s, fit.best.lower_bound_s))
+
+
+def _on_given_mesh(
+    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
+) -> dict[Mesh, Solved]:
+    """The mesh -> its best plan, found on few axes first if it has many."""
+    coarse, *finer = coarse_to_fine(mesh, request, budget)
+    least: dict[str, Any] = {"to_beat_s": to_beat_s / (1 - WORTH), "budget": coarse.budget}
+    solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, **least)
+    for step in finer:
+        solved = refined(solved, graph, cluster, step)
+    return {mesh: solved}
 
 
 def _plan_of_best(
