@@ -118,7 +118,10 @@ class _Emitter:
         stored = {
             item.value.name: (item, layout)
             for item, layout in self.program.inputs
-            if item.kind == "parameter" and item.value.stored_dtype is None and item.value.name not in kept
+            if item.kind == "parameter"
+            and item.value.stored_dtype is None
+            and item.value.name not in kept
+            and item.fqn not in dict(self.program.mutations)
         }
         starts = (step.bucket if isinstance(step, StartGather) else step for step in steps if reads(step))
         groups = [

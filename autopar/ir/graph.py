@@ -143,7 +143,8 @@ class Graph(_Unchanging):
 
     A producer is an op or an input. `constant_ops` depend on no input: they run once at load, on the device in use, and
     yield the "constant" inputs (`constants` holds those that are tensors of the model). `outputs` are the flat outputs,
-    each a Value or a Python constant. `mutations` pairs a buffer's FQN with the value to write back after the call.
+    each a Value or a Python constant. `mutations` pairs the FQN of a buffer, or of a frozen parameter, with the
+    value to write back after the call.
     `argument_spec` and `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each
     flat leaf of the call the name of its Input, or the constant that the graph has in its place. `batch_extents`: of a
     stage, whose arguments do not tell, the sizes of dims that the batch is a part of (`uneven_extents.batch_extents`).

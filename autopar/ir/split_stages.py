@@ -208,9 +208,9 @@ def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, in
     for value in graph.outputs:
         if isinstance(value, Value):
             readers[value.name].add(len(blocks) - 1)
-    buffers = {item.fqn: item.value.name for item in graph.of_kind("buffer")}
+    stored = {item.fqn: item.value.name for item in (*graph.of_kind("parameter"), *graph.of_kind("buffer"))}
     for fqn, value in graph.mutations:
-        for name in (value.name, buffers[fqn]):
+        for name in (value.name, stored[fqn]):
             readers[name].add(made.get(value.name, 0))
     unread = (
         item.value.name
@@ -260,10 +260,10 @@ def _stage(
 def _check_buffers(graph: Graph, readers: Mapping[str, set[int]]) -> None:
     """UnsupportedOp for a written buffer on several stages: the write would not reach the other stages' copies."""
     written = {fqn for fqn, _ in graph.mutations}
-    for item in graph.of_kind("buffer"):
+    for item in (*graph.of_kind("parameter"), *graph.of_kind("buffer")):
         stages = sorted(readers[item.value.name])
         if item.fqn in written and len(stages) > 1:
             raise UnsupportedOp(
-                f"buffer {item.fqn} is written by the forward and read on stages {stages}; expected one stage, as the"
-                " other stages would not see the written value: start the stages elsewhere"
+                f"{item.kind} {item.fqn} is written by the forward and read on stages {stages}; expected one stage, as"
+                " the other stages would not see the written value: start the stages elsewhere"
             )

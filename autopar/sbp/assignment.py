@@ -255,7 +255,8 @@ def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
 def written_buffer(graph: Graph, index: int) -> str:
     """The name of the input value to which mutation number `index` writes back."""
     fqn = graph.mutations[index][0]
-    return next(item.value.name for item in graph.inputs if item.kind == "buffer" and item.fqn == fqn)
+    kinds = "parameter", "buffer"
+    return next(item.value.name for item in graph.inputs if item.kind in kinds and item.fqn == fqn)
 
 
 def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:

@@ -9,6 +9,7 @@ from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.view_ops import ViewStep
 from autopar.ir.graph import Value, resolve
 
+_OF_PARAMETER = ", or requires_grad_(False) before the call for parameters that need none (a momentum encoder's)"
 _LEFT = (
     "the forward sets requires_grad of {} to {}, and it was {} before: expected what it was, at the forward's end. Set"
     " it before the call, or back within the forward"
@@ -33,8 +34,8 @@ class Storage:
 
     @property
     def is_writable(self) -> bool:
-        """Whether a forward may write to it; of what is not made by the call, to buffers only."""
-        return not self.owner or self.owner.startswith("buffer ")
+        """Whether a forward may write to it; of what is not made by the call, to state that needs no gradient."""
+        return not self.owner or (self.owner.startswith(("buffer ", "parameter ")) and self.leaf is None)
 
 
 @dataclass
@@ -112,7 +113,7 @@ def _check_writable(view: View, at: Origin) -> None:
     if current.needs_grad and (at.is_no_grad or is_detached):
         raise TraceError(
             f"{at.line}: a tensor that needs a gradient is changed in place without autograd's knowledge; use the"
-            " out-of-place operation here"
+            f" out-of-place operation here{_OF_PARAMETER if view.storage.owner.startswith('parameter ') else ''}"
         )
     if not view.storage.is_writable:
         raise TraceError(

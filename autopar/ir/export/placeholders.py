@@ -33,9 +33,10 @@ class Placeholders:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def mutations(self) -> tuple[tuple[str, Value], ...]:
-        """(FQN, last value) of each written buffer."""
-        buffers = [(item.fqn, self.views[item.value.name].storage) for item in self.inputs if item.kind == "buffer"]
-        return tuple((fqn, storage.value) for fqn, storage in buffers if storage.version > 0)
+        """(FQN, last value) of each written buffer, and of each written parameter, which needs no gradient."""
+        state = [item for item in self.inputs if item.kind in ("parameter", "buffer")]
+        stored = [(item.fqn, self.views[item.value.name].storage) for item in state]
+        return tuple((fqn, storage.value) for fqn, storage in stored if storage.version > 0)
 
 
 def read_placeholders(

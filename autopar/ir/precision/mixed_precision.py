@@ -112,6 +112,13 @@ def _with_casts(graph: Graph, stored: Mapping[str, torch.dtype], dtypes: Sequenc
         dtype = known.get(value.name, value.dtype)
         return value if dtype == value.dtype else replace(value, stored_dtype=dtype)
 
+    for item in graph.of_kind("parameter"):
+        if item.fqn in dict(graph.mutations) and stored[item.fqn] != item.value.dtype:
+            raise TraceError(
+                f"the forward writes parameter {item.fqn}, in {short_dtype(item.value.dtype)} by param_dtype=, and it"
+                f" is stored in {short_dtype(stored[item.fqn])}: expected writes in the dtype that it is stored in."
+                " Register it as a buffer, which param_dtype= does not cast, or write to it around the call"
+            )
     graph = with_values(rewire(graph, graph.ops, cast_of), changed)
     read = graph.uses
     return replace(graph, ops=(*(op for op in casts if op.name in read), *graph.ops))

@@ -71,9 +71,10 @@ def split_batch(graph: Graph, roles: frozenset[str] = ALLOWED_ROLES) -> BatchSpl
         domains.update((value.name, domain) for value, domain in zip(op.outputs, found.outputs))
     if graph.mutations and BATCH_STATISTICS not in roles:
         names = ", ".join(fqn for fqn, _ in graph.mutations)
+        buffers = {item.fqn for item in graph.of_kind("buffer")}
+        kind = "buffers" if all(fqn in buffers for fqn, _ in graph.mutations) else "parameters"
         raise MicrobatchError(
-            f"the forward writes buffers ({names}), which microbatches would do several times a step; use one"
-            " microbatch"
+            f"the forward writes {kind} ({names}), which microbatches would do several times a step; use one microbatch"
         )
     chosen = _choose(graph, offered, domains)
     placements = {name: next(iter(domain)) for name, domain in domains.items()}

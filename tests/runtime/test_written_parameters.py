@@ -1,0 +1,101 @@
+"""Frozen parameters that the forward writes (a momentum encoder) go on as on one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.ir.trace import trace
+from tests.ir.compare import assert_same_as_model
+from tests.runtime.training import whole
+from tests.workers import Ranks, device_mesh
+
+
+class Momentum(nn.Module):
+    """BYOL: an encoder that follows the one that is trained, `how` it is written."""
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        self.how = how
+        self.query = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for p, k in zip(self.query.parameters(), self.key.parameters()):
+            if self.how == "in place":
+                k.mul_(0.9).add_(p, alpha=0.1)
+            elif self.how == "data in place":
+                k.data.mul_(0.9).add_(p.data, alpha=0.1)
+            else:
+                k.data = k.data * 0.9 + p.data * 0.1
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        q = F.normalize(self.query(a), dim=1)
+        with torch.no_grad():
+            k = F.normalize(self.key(b), dim=1)
+        return (q - k).square().sum(1).mean()
+
+
+def _batch(seed: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, 8, dtype=torch.float64, generator=draws) for _ in range(2))
+
+
+def _model(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Momentum(how).double()
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Losses and all parameters of three steps, the last with another number of rows, and of an evaluation."""
+    optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), {}
+    for number, rows in enumerate((8, 8, 12)):
+        optimizer.zero_grad()
+        found[f"loss {number}"] = model(*_batch(number, rows))
+        found[f"loss {number}"].backward()
+        optimizer.step()
+    found["evaluated"] = model.eval()(*_batch(9))
+    return {name: whole(x.detach()) for name, x in (found | dict(model.named_parameters())).items()}
+
+
+def _apart(how: str, shape: tuple[int, ...], names: tuple[str, ...]) -> float:
+    model = autopar.compile(_model(how), device_mesh(shape, names), cluster="free-links", args=_batch(0))
+    truth, found = _trained(_model(how)), _trained(model)
+    assert truth.keys() == found.keys()
+    return max(float((truth[name] - found[name]).abs().max()) for name in truth)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+def test_a_momentum_encoder_follows_as_on_one_device(ranks4: Ranks, how: str) -> None:
+    assert max(ranks4.run(_apart, how, (2, 2), ("dp", "tp"))) < 1e-12
+
+
+def test_the_graph_writes_it_back() -> None:
+    model = _model("in place")
+    graph = trace(model, _batch(0), {})
+    assert [fqn for fqn, _ in graph.mutations] == [f"key.{n}.{name}" for n in (0, 2) for name in ("weight", "bias")]
+    assert_same_as_model(graph, model, _batch(0), {})
+
+
+def _plan(model: nn.Module, **options: Any) -> None:
+    autopar.plan(model, "dp=2", cluster="cpu", args=_batch(0), **options)
+
+
+def test_where_it_cannot_be_written_is_refused() -> None:
+    with pytest.raises(AutoparError, match=r"the forward writes parameter key.0.weight, in bf16 by param_dtype="):
+        _plan(_model("in place"), param_dtype=torch.bfloat16)
+    with pytest.raises(AutoparError, match=r"the forward writes parameters .*use one microbatch"):
+        _plan(_model("in place"), num_microbatches=2)
+    with pytest.raises(AutoparError, match=r"requires_grad_\(False\) before the call"):
+        _plan(_model("in place").requires_grad_(True))
+    with pytest.raises(AutoparError, match=r"sets the .data of a parameter that needs a gradient"):
+        _plan(_model("data").requires_grad_(True))
