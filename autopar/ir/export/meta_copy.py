@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.guards.example_values import keep_value
+from autopar.ir.rarely_collected import rarely_collected
 
 
+@rarely_collected()
 def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
     """A deep copy of `model` with plain meta tensors for its parameters and buffers; ties are kept, no data is copied.
 

@@ -102,37 +102,49 @@ def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Eva
     return evaluate
 
 
+@dataclass(frozen=True)
+class Enough:
+    """When a maximisation ends: the bound is `cost_s`, or within the relative `precision` of the maximum, or within the
+    `tolerance` where steps are not exact and no longer raise it by as much; at the latest after `most_steps`.
+    """
+
+    tolerance: float = 0.0
+    precision: float = 0.0
+    cost_s: float = float("inf")
+    most_steps: int = 40
+
+
+_BEST = Enough()
+
+
 def maximise(
     table: CostTable,
     evaluate: Evaluate,
     *,
     feasible: tuple[int, ...] | None,
     above: tuple[int, ...] | None = None,
-    tolerance: float = 0.0,
-    enough_s: float = float("inf"),
-    most_steps: int = 40,
+    enough: Enough = _BEST,
     deadline: Deadline = NEVER,
 ) -> Dual:
     """The maximum of the bound over prices, from price 0 or from the price at which `above` and `feasible` cost the
     same.
 
-    `feasible`: a choice within the limit, without which only one price is tried; `above`: a choice above it. It ends
-    when the bound is within the relative `tolerance` of the maximum, when steps no longer raise it by as much, or when
-    it reaches `enough_s`. The bound is valid, if not the best, after any number of steps; no step but the first begins
-    after `deadline`.
+    `feasible`: a choice within the limit, without which only one price is tried; `above`: a choice above it. The bound
+    is valid, if not the best, after any number of steps; no step but the first begins after `deadline`.
     """
     light = from_least_memory(table)
     lines = (
         {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
     )
     top, best, latest, met, is_best, num_stale = _top(lines), None, None, (), False, 0
-    for _ in range(most_steps):
+    tolerance = enough.tolerance
+    for _ in range(enough.most_steps):
         price = _next_price(top, best, tolerance)
         is_stuck = num_stale == _MOST_STALE if tolerance else latest is not None and price == latest.price
         if (
             is_best
             or is_stuck
-            or (best is not None and best.bound_s >= enough_s)
+            or (best is not None and best.bound_s >= enough.cost_s)
             or (latest is not None and deadline.is_past)
         ):
             break
@@ -146,7 +158,7 @@ def maximise(
             lines |= {choice: _line(light, choice) for choice in latest.step.met}
             top = _top(lines)
             is_best = top.value_s - best.bound_s <= max(
-                tolerance * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s)
+                max(tolerance, enough.precision) * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s)
             )
     assert best is not None, "at least one price is tried"
     return replace(best, met=met, is_best=is_best, around=top.around if best.price else None)

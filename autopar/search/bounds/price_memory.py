@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 
 from autopar.search.bounds.combine import combine
-from autopar.search.bounds.lagrange import Evaluate, PricedBound, around_limit, maximise, memory_only
+from autopar.search.bounds.lagrange import Enough, Evaluate, PricedBound, around_limit, maximise, memory_only
 from autopar.search.bounds.squeeze import MOST_SHED, check_fits, squeeze
 from autopar.search.coordinate_descent import descend, descend_from_known, landscape, shed
 from autopar.search.deadline import Deadline
@@ -16,6 +16,9 @@ from autopar.search.min_plus.eliminate import Limits, elimination_order
 from autopar.search.min_plus.sparse_core import core
 from autopar.search.search_state import State, beginning, cheapest, is_solved, proven, with_known
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
+
+# The precision of the best price's bound, as a share of the gap at which a search ends.
+_SHARE_OF_GAP = 0.02
 
 
 def price_memory(state: State, deadline: Deadline, *, quick: Limits) -> Generator[State]:
@@ -33,7 +36,14 @@ def price_memory(state: State, deadline: Deadline, *, quick: Limits) -> Generato
     if feasible is None:
         return
     above, _ = around_limit(table, (feasible, *starts)) or (None, feasible)
-    dual = maximise(table, _by_core(starts, deadline), feasible=feasible, above=above, deadline=deadline)
+    dual = maximise(
+        table,
+        _by_core(starts, deadline),
+        feasible=feasible,
+        above=above,
+        enough=Enough(precision=_SHARE_OF_GAP * state.goal.gap, cost_s=to_beat_s),
+        deadline=deadline,
+    )
     if dual.around is not None:
         state = replace(state, around=state.lifted_pair(dual.around))
     met = (feasible, *dual.met)

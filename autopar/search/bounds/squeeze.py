@@ -14,6 +14,7 @@ from autopar.search.bounds.combine import combine
 from autopar.search.bounds.drop_edges import tractable
 from autopar.search.bounds.lagrange import (
     Dual,
+    Enough,
     around_limit,
     by_elimination,
     by_messages,
@@ -116,15 +117,12 @@ def _bounded(now: State, view: _RoundTable, enough_s: float, deadline: Deadline)
     evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
     above = None if now.around is None else now.reduced.lower(now.around[0])
     tolerance = _ROUGH if is_rough else 0.0
-    most_steps = 8 if view.is_slow else 40
     dual = maximise(
         view.table,
         evaluate,
         feasible=feasible,
         above=above,
-        tolerance=tolerance,
-        enough_s=enough_s,
-        most_steps=most_steps,
+        enough=Enough(tolerance, cost_s=enough_s, most_steps=8 if view.is_slow else 40),
         deadline=deadline,
     )
     if dual.bound_s == float("inf"):

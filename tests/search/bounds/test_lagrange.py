@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.bounds.lagrange import around_limit, by_elimination, by_messages, least_memory, maximise
+from autopar.search.bounds.lagrange import Enough, around_limit, by_elimination, by_messages, least_memory, maximise
 from autopar.search.check_table import checked
 from autopar.search.min_plus.eliminate import elimination_order
 from autopar.search.table import CostTable, Node, cost_of, memory_of
@@ -18,7 +18,7 @@ def test_the_bound_is_below_every_choice_within_the_limit(table, most_steps):
     if truth is None:
         return
     for evaluate in (by_elimination(elimination_order(table)), by_messages(truth[1]), by_messages(None)):
-        dual = maximise(table, evaluate, feasible=truth[1], most_steps=most_steps)
+        dual = maximise(table, evaluate, feasible=truth[1], enough=Enough(most_steps=most_steps))
         assert dual.bound_s <= truth[0] * (1 + 1e-14)
 
 

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError
+from autopar.search.bounds import price_memory as price_memory_module
 from autopar.search.bounds.lagrange import by_elimination, maximise
 from autopar.search.bounds.price_memory import price_memory
 from autopar.search.check_table import checked
@@ -57,6 +58,27 @@ def test_it_ends_once_nothing_can_beat_the_goal():
     goal = Goal(to_beat_s=0.9 * full.lower_bound_s)
     (early,) = price_memory(beginning(limited, goal=goal), NEVER, quick=NOTHING_IS_QUICK)
     assert goal.to_beat_s <= early.lower_bound_s <= full.lower_bound_s * (1 + 1e-9)
+
+
+def test_no_more_prices_are_tried_than_the_goal_needs(monkeypatch):
+    tried = []
+
+    def counted(*args, **kwargs):
+        tried.append(args)
+        return least(*args, **kwargs)
+
+    least = price_memory_module._least
+    monkeypatch.setattr(price_memory_module, "_least", counted)
+    table = block_table(num_nodes=40, num_strategies=12)
+    limit = 2 * sum(float(one.memory_bytes.min()) for one in (*table.nodes, *table.edges))
+    limited, nums = checked(block_table(num_nodes=40, num_strategies=12, memory_limit_bytes=limit)), []
+    (best,) = price_memory(beginning(limited), NEVER, quick=NOTHING_IS_QUICK)
+    for goal in (Goal(), Goal(gap=0.1), Goal(to_beat_s=0.5 * best.lower_bound_s)):
+        tried.clear()
+        (state,) = price_memory(beginning(limited, goal=goal), NEVER, quick=NOTHING_IS_QUICK)
+        nums.append(len(tried))
+        assert state.lower_bound_s >= min(goal.to_beat_s, (1 - goal.gap) * best.lower_bound_s)
+    assert nums[0] > nums[1] and nums[0] > nums[2]
 
 
 def test_tables_without_a_limit_or_quick_to_eliminate_are_left_to_others():
