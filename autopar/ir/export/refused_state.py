@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as functional
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.gradients.gradient_op import gradients_kept
 from autopar.ir.guards.assignments import assignments_kept
-from autopar.ir.guards.kept_losses import ctc_loss, gaussian_nll_loss
+from autopar.ir.guards.kept_losses import values_kept
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
 from autopar.ir.guards.tensors_of_tensors import tensors_stacked
 from autopar.torch_compat import FakeTensor, hooks_of_all_modules, is_wrapped_by_torch_compile
@@ -144,8 +143,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(assignments_kept())
         stack.enter_context(tensors_stacked())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
-        for written_out in (ctc_loss, gaussian_nll_loss):
-            stack.enter_context(patch.object(functional, written_out.__name__, written_out))
+        stack.enter_context(values_kept())
         stack.enter_context(_observers_refused(model))
         stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)

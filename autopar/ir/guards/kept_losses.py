@@ -1,11 +1,15 @@
-"""Losses of torch that look at values: each is written out while a model is exported, or recorded as an op.
+"""Functions of torch that look at values: each is written out while a model is exported, or recorded as an op.
 
+`torch.equal` and `torch.allclose` give Python's answer, of which a branch is a condition of the tensors compared.
 `gaussian_nll_loss` raises an error if a variance is negative: each call compares. `ctc_loss` keeps tensors whose sizes
 depend on the lengths: the losses of the samples are one op, `autopar.ctc_loss`.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as functional
@@ -14,6 +18,7 @@ from autopar.errors import TraceError
 from autopar.ir.export.source_lines import quoted_here
 from autopar.ir.graph import resolve
 from autopar.ir.guards.guard_ops import NOTE
+from autopar.torch_compat import FakeTensor
 
 CTC = "autopar.ctc_loss.default"
 
@@ -22,7 +27,35 @@ _LIBRARY.define(
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,"
     " bool zero_infinity) -> Tensor"
 )
-_TORCH_CTC = functional.ctc_loss  # as it is before an export replaces it
+_TORCH_CTC = functional.ctc_loss  # as they are before an export replaces them
+_EQUAL, _ALLCLOSE = torch.equal, torch.allclose
+
+
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Inside, these functions record what they look at."""
+    written_out = [(functional, ctc_loss), (functional, gaussian_nll_loss)]
+    written_out += [(owner, function) for owner in (torch, torch.Tensor) for function in (equal, allclose)]
+    with ExitStack() as stack:
+        for owner, function in written_out:
+            stack.enter_context(patch.object(owner, function.__name__, function))
+        yield
+
+
+def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`, as a branch on a tensor."""
+    if not isinstance(input, FakeTensor) and not isinstance(other, FakeTensor):
+        return _EQUAL(input, other)
+    return input.shape == other.shape and bool((input == other).all())
+
+
+def allclose(
+    input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> bool:
+    """`torch.allclose`, as a branch on a tensor."""
+    if not isinstance(input, FakeTensor) and not isinstance(other, FakeTensor):
+        return _ALLCLOSE(input, other, rtol, atol, equal_nan)
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
 def _ctc(

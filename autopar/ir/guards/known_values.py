@@ -28,7 +28,7 @@ from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
 _NUMBERS = frozenset(("aten.item.default", "aten._local_scalar_dense.default"))
 _READ = (torch.SymInt, torch.SymFloat)  # numbers that were read of tensors
-_ANSWERS = frozenset(("aten.is_nonzero.default", "aten.equal.default", "aten.allclose.default"))
+_IS_NONZERO = "aten.is_nonzero.default"
 
 
 CONSTANT, BUFFERS, ARGUMENTS = 0, 1, 2  # what a value depends on, of these the last
@@ -134,8 +134,8 @@ class KnownValues(TorchFunctionMode):
         target = str(func)
         if is_known and target in _NUMBERS:
             return self._number(original, tensors[0], values[0])
-        if is_known and target in _ANSWERS:
-            return self._answer(func, args, kwargs, values)
+        if is_known and target == _IS_NONZERO:
+            return self._answer(tensors[0], values[0])
         if is_known and torch.Tag.dynamic_output_shape in func.tags:
             return self._sized(original, func, args, kwargs, values)
         if target == "aten.masked_select.default" and (mask := self._of(args[1])) is not None:
@@ -224,11 +224,10 @@ class KnownValues(TorchFunctionMode):
         self.symbols[symbol.node.expr] = fake, number
         return symbol
 
-    def _answer(self, func: Any, args: Any, kwargs: Any, values: Sequence[_Known]) -> Any:
-        answer = self._computed(func, args, kwargs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-        if str(func) == "aten.is_nonzero.default" and _most(values) > CONSTANT:
-            self._guard(tensors, _equals(bool(answer)))
+    def _answer(self, fake: torch.Tensor, known: _Known) -> bool:
+        answer = bool(known.value)
+        if known.depends_on > CONSTANT:
+            self._guard([fake], _equals(answer))
         return answer
 
     def _decide(self, expression: Any) -> Any:

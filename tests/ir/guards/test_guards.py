@@ -73,6 +73,18 @@ def flags(model: Model, y: Tensor) -> Tensor:
     return y * 2 if model.flag else y
 
 
+def equals(model: Model, y: Tensor, mask: Tensor) -> Tensor:
+    return y if torch.equal(mask, torch.ones_like(mask)) else y * 2
+
+
+def is_close(model: Model, y: Tensor, lengths: Tensor) -> Tensor:
+    return y if lengths.double().allclose(torch.full((), 1.0).double(), atol=0.5) else y * 2
+
+
+def is_of_other_shape(model: Model, y: Tensor, mask: Tensor) -> Tensor:
+    return y if mask.equal(mask[1:]) else y * 2
+
+
 def permutes(model: Model, y: Tensor) -> Tensor:
     times = torch.linspace(0, 1, 3)
     for before, after in itertools.pairwise(times):
@@ -98,6 +110,10 @@ DECIDES: list[tuple[Callable[..., Tensor], Tensor | None, Tensor | None]] = [
     (finds, SOME, ONES),
     (scales, torch.tensor([1, 2]), torch.tensor([2, 3])),
     (flags, None, None),
+    (equals, ONES, SOME),
+    (equals, SOME, ONES),
+    (is_close, LENGTHS, torch.ones(4)),
+    (is_of_other_shape, ONES, None),
     (permutes, None, None),
     (distributes, None, None),
 ]
