@@ -7,8 +7,6 @@ rank that alone gathers the state (`if rank == 0:`) is told once another one has
 """
 
 import functools
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from autopar import store_threads
 from autopar.errors import RankMismatch
 from autopar.torch_compat import default_store
 
@@ -41,7 +40,7 @@ class Calls:
         self.num_passed = self.num_begun
         if not self.is_watched:
             self.is_watched = True
-            threading.Thread(target=_watch, args=(weakref.ref(runtime),), name="autopar-calls", daemon=True).start()
+            store_threads.start(_watch, weakref.ref(runtime), name="autopar-calls")
 
     def wait_at(self, place: str) -> None:
         """Say in the store that this rank waits at `place`, in its present call."""
@@ -87,7 +86,8 @@ def _watch(reference: "weakref.ref[Meets]") -> None:
         except (RuntimeError, ValueError):  # the process group or the process that holds its store is gone
             return
         del runtime, calls
-        time.sleep(POLL_S)
+        if store_threads.ends_within(POLL_S):
+            return
 
 
 def _tell(next_place: Callable[[], str], last_passed: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from autopar import store_threads
 from autopar.errors import AutoparError, PeerFailed
 from autopar.runtime.rank_agreement import is_from_backend
 from autopar.torch_compat import default_store
@@ -86,7 +87,7 @@ def failing_together(meeting: Meeting) -> Iterator[None]:
             f"a step of this model failed before ({meeting.heard}); its ranks are not in step any more: start them anew"
         )
     is_left = threading.Event()
-    threading.Thread(target=_watch, args=(meeting, is_left), name="autopar-watch", daemon=True).start()
+    store_threads.start(_watch, meeting, is_left, name="autopar-watch")
     try:
         yield
     except BaseException as error:
