@@ -229,7 +229,7 @@ class Runtime:
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> list[Any]:
         """Make `current()` the program for this call, in which all ranks take part; the leaves of its arguments."""
         check_no_transform()
-        self.calls.num_begun += 1
+        self.calls.begin()
         is_new = self._notice_changes(module)
         call, mode, leaves = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type, self.parts)
         key = (*mode, self.changes.generation, trains)

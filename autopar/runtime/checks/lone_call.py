@@ -7,6 +7,7 @@ rank that alone gathers the state (`if rank == 0:`) is told once another one has
 """
 
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from autopar import store_threads
-from autopar.errors import RankMismatch
+from autopar.errors import AutoparError, RankMismatch
 from autopar.torch_compat import default_store
 
 POLL_S = 1.0
@@ -32,6 +33,27 @@ class Calls:
     num_passed: int = 0
     num_gathered: int = 0
     is_watched: bool = field(default=False, repr=False)
+    process: int = field(default_factory=os.getpid, repr=False)
+
+    def begin(self) -> None:
+        """A call begins. AutoparError in a fork of the rank's process, whose collectives nobody answers."""
+        self._check_process()
+        self.num_begun += 1
+
+    def begin_gathering(self) -> None:
+        """The whole state is asked for. AutoparError as of a call."""
+        self._check_process()
+        self.num_gathered += 1
+
+    def _check_process(self) -> None:
+        """AutoparError if this is not the process whose module this is."""
+        if (here := os.getpid()) != self.process:
+            raise AutoparError(
+                f"a compiled model was used in process {here}, a fork (a worker of a DataLoader, multiprocessing) of the"
+                f" rank's process {self.process}: its collectives would wait there for ranks that do not come. Call it"
+                " in the rank's own process, on batches of the loader; or give the worker a model as written for one"
+                " device, with the weights of model.full_state_dict()"
+            )
 
     def passed(self, runtime: "Meets") -> None:
         """The present call runs a program that this rank has; from the first such call on a thread looks for lone

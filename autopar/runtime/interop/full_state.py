@@ -94,7 +94,7 @@ def all_called(runtime: Runtime, method: str) -> None:
     after a while without all of them.
     """
     place = next_gathering(runtime)
-    runtime.calls.num_gathered += 1
+    runtime.calls.begin_gathering()
     try:
         meet(runtime.mesh, place, LATER_WAIT_S, None if runtime.check is None else runtime.calls)
     except RankMismatch as error:
