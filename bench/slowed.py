@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc-per-node 2 bench/slowed.py split|straggler FACTOR
 
-Rank 1 computes as if its core were FACTOR times slower: where its backward ends, it computes on for FACTOR - 1 times
-the CPU seconds that its forward and backward took, so that neighbours on its core slow both alike. The bound is what
-the speeds of both ranks together allow: each rank trains the plain model alone on the whole batch, both at the same
-time, and rank 1 takes FACTOR times as long as it did. The shares are those at which the balance has arrived; then steps
-alone, in equal shares and in these take turns, so that what else the machine does falls on all alike, and ratios are
-medians over turns. CPU seconds are those of the thread that computes. The first rank prints the figures as JSON.
+A neighbour takes all but 1 / FACTOR of rank 1's core (`bench.own_core`), so that forward, backward and collectives are
+slower alike. The bound is what the speeds of both ranks together allow: each rank trains the plain model alone on the
+whole batch, both at the same time. The shares are those at which the balance has arrived; then steps alone, in equal
+shares and in these take turns, and ratios are medians over turns. Both ranks have their cores to themselves for the
+steps that are measured; how long rank 0, which has no neighbour, waited for its core all the same is a figure, too. The
+first rank prints the figures as JSON.
 """
 
 import json
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.balance.balance_shares import share_anew
+from autopar.sbp.in_flight import timed
 from bench.models import GPT
+from bench.own_core import PAUSE_S, Neighbour, own_core, waited_for_core_s
 from bench.papers.section import table
 from bench.report import Row
 
@@ -44,10 +47,10 @@ SPLIT_COLUMNS = (
     "sum of speeds, s",
     "step, s",
     "over the sum of speeds",
-    "slowest rank's CPU over it",
     "equal shares, s",
     "equal over the sum of speeds",
     "equal over the slow rank's half",
+    "waited for its core, %",
 )
 SPLIT = table(
     "Real ranks, one slowed: seconds of a step",
@@ -80,30 +83,29 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randint(256, (ROWS, SEQUENCE), generator=made) for _ in range(2))
 
 
-class Slowed:
-    """The training of a model that is `factor` times slower on this rank than its core."""
+class Steps:
+    """The training of a model, a step at a time, each on a core of its own."""
 
-    def __init__(self, model: torch.nn.Module, step: Callable[..., torch.Tensor]) -> None:
-        self.step_of, self.factor, self._began_s = step, 1.0, 0.0
+    def __init__(self, model: torch.nn.Module, step: Callable[..., torch.Tensor], near: Neighbour | None) -> None:
+        self.step_of, self.near = step, near
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        next(model.parameters()).register_hook(self._compute_on)  # whose gradient is the last one
 
-    def _compute_on(self, gradient: torch.Tensor) -> None:
-        until_s = time.thread_time() + (self.factor - 1) * (time.thread_time() - self._began_s)
-        while time.thread_time() < until_s:
-            pass
+    def __call__(self, seed: int = 0, num: int = 1) -> tuple[float, float, float]:
+        """The loss; seconds of a step, the mean of `num`, and those that it waited for its core."""
+        tokens = batch(seed)
+        with own_core(), nullcontext() if self.near is None else self.near.on():
+            dist.barrier()
+            start_s, waited_s = time.perf_counter(), waited_for_core_s()
+            for _ in range(num):
+                loss = self.step_of(*tokens).detach()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            took_s, waited_s = time.perf_counter() - start_s, waited_for_core_s() - waited_s
+        timed(time.sleep, PAUSE_S)  # so that others run; to the balance it is as if it waited for other ranks
+        return float(loss), took_s / num, waited_s / num
 
-    def step(self, seed: int = 0) -> tuple[torch.Tensor, float, float]:
-        """The loss, and the wall and CPU seconds."""
-        tokens, start_s = batch(seed), time.perf_counter()
-        self._began_s = time.thread_time()
-        loss = self.step_of(*tokens).detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, time.perf_counter() - start_s, time.thread_time() - self._began_s
 
-
-def alone() -> Slowed:
+def alone(near: Neighbour | None) -> Steps:
     """The plain model."""
     model = network(torch.float32)
 
@@ -111,51 +113,46 @@ def alone() -> Slowed:
         (loss := model(*tokens)).backward()
         return loss
 
-    return Slowed(model, step)
+    return Steps(model, step, near)
 
 
-def compiled(dtype: torch.dtype) -> tuple[Any, Slowed]:
+def compiled(dtype: torch.dtype, near: Neighbour | None) -> tuple[Any, Steps]:
     """The model on both ranks, in equal shares."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     example, options = batch(0), {"cluster": "cpu", "shares": (ROWS // 2, ROWS // 2)}
     model = autopar.compile(network(dtype), mesh, args=example, **options)
-    return model, Slowed(model, model.train_step)
+    return model, Steps(model, model.train_step, near)
 
 
-def split(factor: float) -> dict[str, Any]:
-    """Seconds of each turn, (wall, CPU) of each rank: of a step alone, in equal shares, and in those that follow."""
-    own, (model, training) = alone(), compiled(torch.float32)
-    slower = factor if dist.get_rank() == SLOW else 1.0
-    training.step()
-    training.factor = slower
+def split(near: Neighbour | None) -> dict[str, Any]:
+    """(Seconds, those for the core) of each rank and turn: of a step alone, in equal shares, and in the last ones."""
+    own, (model, training) = alone(near), compiled(torch.float32, near)
+    training()
     balancer = autopar.balance(model)
     for _ in range(SETTLING):
-        training.step()
+        training()
         balancer.step()
     balancer.close()
     found: dict[str, Any] = {"alone": [], "equal": [], "shared": []}
     ways = {"alone": (own, ()), "equal": (training, (ROWS // 2,) * 2), "shared": (training, balancer.shares)}
     for turn in range(TURNS + 1):
-        for way, (one, sizes) in ways.items():
+        for way, (steps, sizes) in ways.items():
             if sizes:
                 share_anew(model._autopar, 0, sizes)
-            dist.barrier()
-            steps = [one.step()[1:] for _ in range(EACH)]
-            times = slower if way == "alone" else 1.0
-            found[way] += [gathered([times * sum(each) / EACH for each in zip(*steps)])] if turn else []
+            took = gathered(steps(num=EACH)[1:])
+            found[way] += [took] if turn else []
     return found | {"shares": balancer.shares}
 
 
-def straggler(factor: float) -> dict[str, Any]:
+def straggler(near: Neighbour | None) -> dict[str, Any]:
     """Losses of a run in which a rank becomes slow, and of one in which none does."""
     losses, changes, took = [], [], []
-    for slower in (1.0, factor):
-        model, training = compiled(torch.float64)
-        own, balancer = [], autopar.balance(model) if slower > 1 else None
+    for is_slowed in (False, True):
+        model, steps = compiled(torch.float64, None)
+        own, balancer = [], autopar.balance(model) if is_slowed else None
         for step in range(STRAGGLER_STEPS):
-            if step == STRAGGLES_AT and dist.get_rank() == SLOW:
-                training.factor = slower
-            own.append(float(training.step(step)[0]))
+            steps.near = near if is_slowed and step >= STRAGGLES_AT else None
+            own.append(steps(step)[0])
             if balancer is not None:
                 start_s, known = time.thread_time(), len(balancer.changes)
                 balancer.step()  # which waits for the slow rank, too
@@ -172,7 +169,7 @@ def straggler(factor: float) -> dict[str, Any]:
     }
 
 
-def gathered(seconds: list[float]) -> list[list[float]]:
+def gathered(seconds: Sequence[float]) -> list[list[float]]:
     """Those of each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, seconds)
@@ -201,18 +198,19 @@ def measured(what: str, factor: int) -> dict[str, Any]:
 def split_row(factor: int) -> Row:
     """One row of `SPLIT`."""
     found = measured("split", factor)
-    bounds = [[1 / sum(1 / rank[clock] for rank in turn) for clock in (0, 1)] for turn in found["alone"]]
-    walls = {way: [max(rank[0] for rank in turn) for turn in found[way]] for way in ("equal", "shared")}
+    bounds = [1 / sum(1 / took for took, _ in turn) for turn in found["alone"]]
+    walls = {way: [max(took for took, _ in turn) for turn in found[way]] for way in ("equal", "shared")}
     halves = [turn[SLOW][0] / 2 for turn in found["alone"]]
+    waited = [turn[1 - SLOW][1] / turn[1 - SLOW][0] for way in ("alone", "shared") for turn in found[way]]
     figures = (
         " + ".join(map(str, found["shares"])),
-        median(wall for wall, _ in bounds),
+        median(bounds),
         median(walls["shared"]),
-        median(step / wall for step, (wall, _) in zip(walls["shared"], bounds)),
-        median(max(rank[1] for rank in turn) / cpu for turn, (_, cpu) in zip(found["shared"], bounds)),
+        median(step / bound for step, bound in zip(walls["shared"], bounds)),
         median(walls["equal"]),
-        median(step / wall for step, (wall, _) in zip(walls["equal"], bounds)),
+        median(step / bound for step, bound in zip(walls["equal"], bounds)),
         median(step / half for step, half in zip(walls["equal"], halves)),
+        100 * median(waited),
     )
     return dict(zip(SPLIT_COLUMNS, (f"one of 2 ranks {factor} times slower", *figures)))
 
@@ -229,9 +227,14 @@ def main() -> None:
     what, factor = sys.argv[1:]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    core = sorted(os.sched_getaffinity(0))[rank]
+    os.sched_setaffinity(0, {core})  # of the threads of collectives, too, which are made later
     dist.init_process_group("gloo")
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
-    found = {"split": split, "straggler": straggler}[what](float(factor))
+    near = Neighbour(core, float(factor)) if rank == SLOW else None
+    found = {"split": split, "straggler": straggler}[what](near)
+    if near is not None:
+        near.close()
     if dist.get_rank() == 0:
         print("figures", json.dumps(found), flush=True)
     dist.destroy_process_group()
