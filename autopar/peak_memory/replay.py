@@ -175,7 +175,8 @@ class Replayed(DryStage):
         _blob(self.recording.reduce.most_bytes)
         left = sum(len(x) for x in self.once) + self.recording.reduce.left_bytes
         self.once.clear()
-        self.once = [_blob(left)]
+        # where the forward took gradients itself, more is freed in the end than the actions before had left
+        self.once = [_blob(max(0, left))]
 
     def forward(self, action: Action) -> Tensors:
         """As in `DryStage`."""

@@ -198,7 +198,7 @@ ERRORS = {
         "higher_order.cond is control flow",
     ),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
-    "parameter": (_write_parameter, "without autograd's knowledge"),
+    "parameter": (_write_parameter, "in place after it was read"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
     "several views": (
         lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopar
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.training import Training
 from autopar.ir.folding.fold import fold
@@ -26,6 +27,7 @@ from bench.memory import TOLERANCE, measure, measure_on_rank, plan_called, sampl
 from bench.memory_stages import KINDS, MESHES, measure_stages, staged_plan
 from tests.costmodel.build import layer_stack
 from tests.costmodel.test_evaluate import ACTIVATION, LAYERS, MESH, NUM_LAYERS, WEIGHT, data_parallel
+from tests.models.written.models import build_written
 from tests.peak_memory.test_few_copies import with_prefetch
 from tests.planner.cases import CPU, traced
 from tests.planner.cases import folded as folded_graph
@@ -136,6 +138,13 @@ def test_the_optimizer_counts():
     plain = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=Training("sgd"))
     master = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=replace(Training(), optimizer="adamw-master"))
     assert master.stored_bytes - plain.stored_bytes == 3 * NUM_LAYERS * WEIGHT
+
+
+@pytest.mark.parametrize("name", ["pinn", "energy-based"])
+def test_models_whose_forward_takes_gradients_have_plans_in_stages(name: str):
+    model, kwargs = build_written(f"by-hand:{name}")
+    plan = autopar.plan(model, "pp=2,dp=2", cluster="free-links", kwargs=kwargs, num_microbatches=2, time_limit_s=3)
+    assert all(peak.total_bytes > 0 for peak in predict_peaks(plan))
 
 
 @pytest.mark.parametrize(

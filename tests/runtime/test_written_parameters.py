@@ -1,4 +1,4 @@
-"""Frozen parameters that the forward writes (a momentum encoder) go on as on one device."""
+"""Parameters that the forward writes (a momentum encoder, rows that are kept short) go on as on one device."""
 
 import copy
 from typing import Any
@@ -44,14 +44,34 @@ class Momentum(nn.Module):
         return (q - k).square().sum(1).mean()
 
 
+class Limited(nn.Module):
+    """EEGNet: a layer whose rows are kept short, `how` it is written."""
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        weight = self.first.weight
+        if self.how == "data":
+            weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+        elif self.how == "data in place":
+            weight.data.clamp_(-0.1, 0.1)
+        else:
+            with torch.no_grad():
+                weight.copy_(F.normalize(weight, dim=1))
+        return (self.last(F.linear(a, weight, self.first.bias).relu()) - b).square().mean() + weight.abs().sum()
+
+
 def _batch(seed: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(rows, 8, dtype=torch.float64, generator=draws) for _ in range(2))
 
 
-def _model(how: str) -> nn.Module:
+def _model(how: str, kind: type[nn.Module] = Momentum) -> nn.Module:
     torch.manual_seed(0)
-    return Momentum(how).double()
+    return kind(how).double()
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
@@ -66,17 +86,33 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(x.detach()) for name, x in (found | dict(model.named_parameters())).items()}
 
 
-def _apart(how: str, shape: tuple[int, ...], names: tuple[str, ...]) -> float:
-    model = autopar.compile(_model(how), device_mesh(shape, names), cluster="free-links", args=_batch(0))
-    truth, found = _trained(_model(how)), _trained(model)
+def _apart(how: str, kind: type[nn.Module]) -> float:
+    model = autopar.compile(_model(how, kind), device_mesh((2, 2), ("dp", "tp")), cluster="free-links", args=_batch(0))
+    truth, found = _trained(_model(how, kind)), _trained(model)
     assert truth.keys() == found.keys()
     return max(float((truth[name] - found[name]).abs().max()) for name in truth)
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("kind", [Momentum, Limited])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
-def test_a_momentum_encoder_follows_as_on_one_device(ranks4: Ranks, how: str) -> None:
-    assert max(ranks4.run(_apart, how, (2, 2), ("dp", "tp"))) < 1e-12
+def test_what_is_written_is_as_on_one_device(ranks4: Ranks, how: str, kind: type[nn.Module]) -> None:
+    assert max(ranks4.run(_apart, how, kind)) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+def test_gradients_pass_a_write_to_a_parameter_that_is_trained(how: str) -> None:
+    model = _model(how, Limited)
+    graph = trace(model, _batch(0), {})
+    assert [fqn for fqn, _ in graph.mutations] == ["first.weight"]
+    assert_same_as_model(graph, model, _batch(0), {})
+
+
+class ReadBefore(Limited):
+    """One that is written after it was read, which torch's backward sees."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(a, self.first.weight).sum() + super().forward(a, b)
 
 
 def test_the_graph_writes_it_back() -> None:
@@ -95,7 +131,5 @@ def test_where_it_cannot_be_written_is_refused() -> None:
         _plan(_model("in place"), param_dtype=torch.bfloat16)
     with pytest.raises(AutoparError, match=r"the forward writes parameters .*use one microbatch"):
         _plan(_model("in place"), num_microbatches=2)
-    with pytest.raises(AutoparError, match=r"requires_grad_\(False\) before the call"):
-        _plan(_model("in place").requires_grad_(True))
-    with pytest.raises(AutoparError, match=r"sets the .data of a parameter that needs a gradient"):
-        _plan(_model("data").requires_grad_(True))
+    with pytest.raises(AutoparError, match=r"changes parameter first.weight .* after it was read"):
+        _plan(_model("data in place", ReadBefore))

@@ -1,7 +1,7 @@
 """Functionalisation: each storage has a current value, and views of it are taken again after an in-place write."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import TraceError
@@ -9,7 +9,6 @@ from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.view_ops import ViewStep
 from autopar.ir.graph import Value, resolve
 
-_OF_PARAMETER = ", or requires_grad_(False) before the call for parameters that need none (a momentum encoder's)"
 _LEFT = (
     "the forward sets requires_grad of {} to {}, and it was {} before: expected what it was, at the forward's end. Set"
     " it before the call, or back within the forward"
@@ -34,7 +33,7 @@ class Storage:
 
     @property
     def is_writable(self) -> bool:
-        """Whether a forward may write to it; of what is not made by the call, to state that needs no gradient."""
+        """Whether a forward may write to it; of what is not made by the call, to its state."""
         return not self.owner or (self.owner.startswith(("buffer ", "parameter ")) and self.leaf is None)
 
 
@@ -93,27 +92,47 @@ def check_thawed(views: Iterable[View]) -> None:
 def write(view: View, value: Value, builder: OpBuilder, at: Origin) -> None:
     """Write `value` through the view into its storage; TraceError if that is not possible."""
     storage = view.storage
-    _check_writable(view, at)
+    _check_writable(view, builder, at)
     bases = [storage.value]
     for step in view.steps[:-1]:
         bases.append(step.take(builder, bases[-1], at))
     result: Value | None = value
     for base, step in zip(reversed(bases), reversed(view.steps)):
         result = step.put(builder, base, result, at) if result is not None else None
+    is_trained = storage.value.needs_grad and storage.owner.startswith("parameter ")
+    if result is not None and is_trained:
+        result = _rewritten(storage.value, result, builder, at)
     if result is None:
         chain = " of ".join(step.target for step in reversed(view.steps))
         raise TraceError(f"{at.line}: cannot write in place through {chain}; use the out-of-place operation here")
     storage.value, storage.version = result, storage.version + 1
-    view.value, view.version = value, storage.version
+    if not is_trained:
+        view.value, view.version = value, storage.version
 
 
-def _check_writable(view: View, at: Origin) -> None:
+def _rewritten(leaf: Value, value: Value, builder: OpBuilder, at: Origin) -> Value:
+    """The `value` that is written to a parameter, whose gradient is that of the `leaf`: 0 of it is added, exactly."""
+    before = builder.emit("aten.detach.default", (leaf,), at=at)[0]
+    now = builder.emit("aten.detach.default", (value,), at=at)[0]
+    at = replace(at, is_no_grad=False)
+    zero = builder.emit("aten.sub.Tensor", (leaf, before), at=at)[0]
+    return builder.emit("aten.add.Tensor", (zero, now), at=at)[0]
+
+
+def _check_writable(view: View, builder: OpBuilder, at: Origin) -> None:
     current = view.storage.value
     is_detached = any(step.target.startswith("aten.detach") for step in view.steps)
-    if current.needs_grad and (at.is_no_grad or is_detached):
+    is_parameter = view.storage.owner.startswith("parameter ")
+    if current.needs_grad and is_parameter and view.storage.leaf is None:
+        if any(current in op.inputs and not op.is_no_grad and "detach" not in op.target for op in builder.ops):
+            raise TraceError(
+                f"{at.line}: the forward changes {view.storage.owner} in place after it was read, so that backward"
+                " would see another value: write to it before, or around the call"
+            )
+    elif current.needs_grad and (at.is_no_grad or is_detached):
         raise TraceError(
             f"{at.line}: a tensor that needs a gradient is changed in place without autograd's knowledge; use the"
-            f" out-of-place operation here{_OF_PARAMETER if view.storage.owner.startswith('parameter ') else ''}"
+            " out-of-place operation here"
         )
     if not view.storage.is_writable:
         raise TraceError(

@@ -33,7 +33,7 @@ class Placeholders:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def mutations(self) -> tuple[tuple[str, Value], ...]:
-        """(FQN, last value) of each written buffer, and of each written parameter, which needs no gradient."""
+        """(FQN, last value) of each written buffer and parameter."""
         state = [item for item in self.inputs if item.kind in ("parameter", "buffer")]
         stored = [(item.fqn, self.views[item.value.name].storage) for item in state]
         return tuple((fqn, storage.value) for fqn, storage in stored if storage.version > 0)

@@ -47,8 +47,8 @@ _SEEDED = (
     " hand the numbers in as an argument or keep them in a buffer"
 )
 _REPLACED_DATA = (
-    "the forward sets the .data of a parameter that needs a gradient, or to no new tensor of its shape and dtype: only"
-    " frozen ones (a momentum encoder's: requires_grad_(False) before the call) get new content; do it around the call"
+    "the forward sets the .data of a parameter to no new tensor of its shape and dtype: expected new content, in memory"
+    " of its own; write it in place, by copy_ under torch.no_grad(), or around the call"
 )
 _MOVED = (
     "{}.to(...) in forward gives the module another device, dtype or layout, which a program does not: call it before"
@@ -278,10 +278,10 @@ def _get_data(x: torch.Tensor) -> torch.Tensor:
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
-    """`x.data = data`; of a frozen parameter a write of new content, after which no other tensor has its memory."""
+    """`x.data = data`; of a parameter a write of new content, after which no other tensor has its memory."""
     if not isinstance(x, nn.Parameter):
         return _DATA.__set__(x, data)
-    if x.requires_grad or _described(x) != _described(data) or isinstance(data, nn.Parameter) or data._is_view():
+    if _described(x) != _described(data) or isinstance(data, nn.Parameter) or data._is_view():
         raise TraceError(_REPLACED_DATA)
     with torch.no_grad():
         x.copy_(data)

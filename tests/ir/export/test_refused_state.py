@@ -124,6 +124,11 @@ def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def shared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.weight.data = model.state.detach()
+    return x
+
+
 def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     model.weight.data.mul_(0.9)
     return x
@@ -132,8 +137,9 @@ def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (written, r"a tensor that needs a gradient is changed in place without autograd's knowledge"),
-        (averaged, r"`model.weight.data = .*sets the .data of a parameter"),
+        (written, r".*changes parameter weight in place after it was read"),
+        (averaged, r".*changes parameter weight in place after it was read"),
+        (shared, r"`model.weight.data = .*sets the .data of a parameter"),
         (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
         (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),
         (differentiated, r"`x.sum\(\).backward\(\)`.*torch.Tensor.backward in forward is not recorded"),
