@@ -42,7 +42,9 @@ def plan_on_groups(
     """
     assert cluster.groups is not None, "a cluster of groups"
     check_groups(mesh, cluster)
-    counts, best, refused = _counts(graph, request), None, None
+    asked = [size for _, rows in request.shares for size in rows]  # each is cut in as many equal parts
+    counts = [count for count in _counts(graph, request) if all(size % count == 0 for size in asked)]
+    best, refused = None, None
     floor_s = speeds_floor_s(graph, cluster.groups, request.training)
     for number, count in enumerate(counts):
         if number and budget.is_spent:
@@ -100,6 +102,8 @@ def _in_microbatches(
 
     peaks = None if predict is None else lambda plan: predict(whole(plan))
     one = replace(request, training=training)
+    if isinstance(mesh, Mesh):
+        mesh = replace(mesh, shares=tuple((axis, tuple(size // count for size in rows)) for axis, rows in mesh.shares))
     found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, budget=budget, predict=peaks)
     ((_, rows),) = found.mesh.shares or ((0, ()),)
     of_batch = resplit(found, tuple(count * size for size in rows))

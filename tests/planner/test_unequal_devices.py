@@ -215,6 +215,7 @@ def test_a_plan_on_groups_survives_its_file_and_tells_of_them() -> None:
         ("nodes=2,devices=2", {}, "nodes as they are"),
         ("dp=4", {"shares": (8, 8, 8, 7)}, "31 rows, the batch has 32"),
         ("dp=4", {"shares": (16, 16, 0, 0)}, "leave a rank that gets none out"),
+        ("a=2,b=2", {"shares": {"b": (20, 12)}}, "along the first axis of mesh a=2,b=2, found shares on axis b"),
     ],
 )
 def test_what_is_not_planned_on_groups_is_refused(mesh: str, options: dict, message: str) -> None:
@@ -248,6 +249,15 @@ class Deep(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.net(x), y)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_shares_that_are_asked_for_are_those_of_the_batch_in_microbatches(count: int) -> None:
+    with torch.device("meta"):
+        model, example = Deep(), (torch.randn(32, 64), torch.randn(32, 64))
+    plan = autopar.plan(model, "dp=4", cluster=two(), args=example, shares=(10, 10, 6, 6), num_microbatches=count)
+    ((_, rows),) = plan.mesh.shares
+    assert tuple(rows) == (10, 10, 6, 6)
 
 
 def test_where_memory_caps_a_groups_rows_more_microbatches_give_it_those_that_its_speed_asks_for() -> None:
