@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
@@ -50,6 +51,7 @@ __all__ = [
     "STAGE_FAILED",
     "CheckpointWrapper",  # the class of a wrapped module, by which it is known; torch documents it in tutorials
     "EagerDispatchMode",  # as TorchDispatchMode, without torch's guard of each call against being compiled
+    "FSDPParam",  # by which fully_shard takes a parameter; of one that is sharded already its error does not say so
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
     "FakeTensorMode",  # torch.export takes its fake tensors from an active one
     "FunctionApply",
@@ -61,6 +63,7 @@ __all__ = [
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher
     "as_torch_does",
+    "before",
     "below_autograd",
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
@@ -347,32 +350,29 @@ def compute_without_rule(compute: Callable[[OpOverload, tuple, dict, Exception],
 
 def watch_saved(check: Callable[[DTensor, str], None], pickled: Callable[[DTensor], None]) -> None:
     """From now on `check(x, key)` is called before torch.distributed.checkpoint saves or loads a DTensor under `key`,
-    and `pickled(x)` before torch.save writes one.
-
-    These are members by which torch asks any tensor; the key of a load is read from the frame of the caller.
+    and `pickled(x)` before torch.save writes one. The key of a load is read from the frame of the caller.
     """
-    kind: Any = DTensor
-    write_items, chunks, reduce = kind.__create_write_items__, kind.__create_chunk_list__, kind.__reduce_ex__
 
-    def checked_items(self: DTensor, fqn: str, *rest: Any) -> Any:
-        check(self, fqn)
-        return write_items(self, fqn, *rest)
-
-    def checked_chunks(self: DTensor) -> Any:
-        frame = sys._getframe(1)
+    def of_load(x: DTensor) -> None:
+        frame = sys._getframe(2)
         while frame is not None and frame.f_code.co_name != "_create_read_items":
             frame = frame.f_back
         if frame is not None:
-            check(self, frame.f_locals["fqn"])
-        return chunks(self)
+            check(x, frame.f_locals["fqn"])
 
-    def checked_reduce(self: DTensor, protocol: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
-            pickled(self)
-        return reduce(self, protocol)
+    def of_pickle(x: DTensor, protocol: Any) -> None:
+        if sys._getframe(2).f_globals.get("__name__") == "torch.serialization":
+            pickled(x)
 
-    kind.__create_write_items__, kind.__create_chunk_list__ = checked_items, checked_chunks
-    kind.__reduce_ex__ = checked_reduce
+    before(DTensor, "__create_write_items__", lambda x, fqn, *_: check(x, fqn))
+    before(DTensor, "__create_chunk_list__", of_load)
+    before(DTensor, "__reduce_ex__", of_pickle)
+
+
+def before(owner: Any, name: str, ask: Callable[..., None]) -> None:
+    """From now on `ask` is given the arguments of each call of `owner.name` before it is made."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: (ask(*args), original(*args, **kwargs))[1])
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:

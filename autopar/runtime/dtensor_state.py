@@ -27,12 +27,23 @@ from autopar.sbp.placement import I, Layout, S, format_layout
 from autopar.sbp.uneven.extents import extents_of_parts
 from autopar.torch_compat import root_of
 
-_SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made
+_SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made; False of a stand-in for one
+
+
+def is_of_autopar(x: torch.Tensor) -> bool:
+    """Whether `x` is a parameter or buffer of a compiled model, or stands for one until the model is planned."""
+    return _SHARDED_HERE in vars(x)
+
+
+def mark_stand_in(x: nn.Parameter) -> nn.Parameter:
+    """`x`, known as one that stands for a parameter of a compiled model."""
+    vars(x)[_SHARDED_HERE] = False
+    return x
 
 
 def is_taken_over(x: DTensor) -> bool:
     """Whether `x` is of a compiled model without stages, so that a module taken out of it can be compiled again."""
-    return _SHARDED_HERE in vars(x) and PIPELINE not in (root_of(x.device_mesh).mesh_dim_names or ())
+    return vars(x).get(_SHARDED_HERE, False) and PIPELINE not in (root_of(x.device_mesh).mesh_dim_names or ())
 
 
 def shard(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:

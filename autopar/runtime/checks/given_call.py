@@ -1,15 +1,20 @@
 """Checks of the model and the example arguments that a user gives."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import style
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import AutoparError
-from autopar.runtime.dtensor_state import is_taken_over
+from autopar.runtime.dtensor_state import is_of_autopar, is_taken_over
 from autopar.runtime.sharded_module import ShardedModule
+from autopar.torch_compat import FSDPParam, before
 
 
 def checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -31,9 +36,15 @@ def named_type(x: Any) -> str:
 
 
 def check_not_parallel(model: nn.Module) -> None:
-    """AutoparError if `model` is wrapped in DistributedDataParallel or has parameters that are DTensors already."""
-    if isinstance(model, DistributedDataParallel):
-        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it: model.module")
+    """AutoparError if `model` or a part of it is wrapped by torch, or has parameters that are DTensors already.
+
+    From now on torch's functions that shard a model refuse what is compiled here.
+    """
+    _watch_sharding()
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            part = f"the part {name!r} of the model" if name else "the model"
+            raise AutoparError(f"{part} is wrapped in {type(module).__name__}; pass the module in it: model.module")
     is_compiled = any(isinstance(module, ShardedModule) for module in model.modules())
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor) and (is_compiled or not is_taken_over(tensor)):
@@ -42,3 +53,18 @@ def check_not_parallel(model: nn.Module) -> None:
                 " parallelize_module); expected the model as written for one device (compile shards in place: keep a"
                 " copy.deepcopy to compile it twice)"
             )
+
+
+@functools.cache
+def _watch_sharding() -> None:
+    before(FSDPParam, "_init_sharded_param", lambda _, x, *__: _check_not_compiled(x, "fully_shard"))
+    before(style, "distribute_tensor", lambda x, *_: _check_not_compiled(x, "parallelize_module"))
+
+
+def _check_not_compiled(x: torch.Tensor, function: str) -> None:
+    if is_of_autopar(x):
+        raise AutoparError(
+            f"{function} was given a parameter of shape {tuple(x.shape)} of a model that autopar.compile returned: it"
+            " is sharded already and reduces its gradients itself; expected the model as written for one device. Leave"
+            f" out {function} (pins= of autopar.compile fixes how parameters are stored) or autopar.compile"
+        )

@@ -49,9 +49,9 @@ class Calls:
         """AutoparError if this is not the process whose module this is."""
         if (here := os.getpid()) != self.process:
             raise AutoparError(
-                f"a compiled model was used in process {here}, a fork (a worker of a DataLoader, multiprocessing) of the"
-                f" rank's process {self.process}: its collectives would wait there for ranks that do not come. Call it"
-                " in the rank's own process, on batches of the loader; or give the worker a model as written for one"
+                f"a compiled model was used in process {here}, a fork (a worker of a DataLoader, multiprocessing) of"
+                f" the rank's process {self.process}: its collectives would wait there for ranks that do not come. Call"
+                " it in the rank's own process, on batches of the loader; or give the worker a model as written for one"
                 " device, with the weights of model.full_state_dict()"
             )
 

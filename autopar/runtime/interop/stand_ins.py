@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.export.meta_copy import bare
 from autopar.runtime.checks.replaced_tensors import mark_replaced
-from autopar.runtime.dtensor_state import held, on_mesh, owners, put
+from autopar.runtime.dtensor_state import held, mark_stand_in, on_mesh, owners, put
 from autopar.sbp.placement import I
 
 Own = dict[str, torch.Tensor]  # FQN -> the model's own parameter, a tied one under all its names
@@ -35,7 +35,7 @@ def _stand_in(parameter: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         # from_local would move the model to the device of the mesh
         like = on_mesh(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)
         content = DTensor(content, like._spec, requires_grad=False)
-    return nn.Parameter(content, requires_grad=parameter.requires_grad)
+    return mark_stand_in(nn.Parameter(content, requires_grad=parameter.requires_grad))
 
 
 def take_written(module: nn.Module, own: Own) -> None:

@@ -1,4 +1,4 @@
-"""A compiled model that is used in a fork of the rank's process is refused there: its collectives would wait for ever."""
+"""A compiled model is refused in a fork of the rank's process, where its collectives would wait for ever."""
 
 import os
 import signal
