@@ -121,6 +121,7 @@ class LogicalRanks:
         for name in names:
             parameters[name].grad = None
         args, kwargs = part
+        content = {name: _content(x) for name, x in parameters.items()}
         self.is_inside = True
         try:
             with _seeded(seed):
@@ -136,6 +137,12 @@ class LogicalRanks:
         gradients = [parameters[name].grad for name in names]
         if any(x is not None and x.layout is not torch.strided for x in gradients):
             raise AutoparError("sparse gradients have no fixed order of sums: give sparse=False to the embedding")
+        for name, x in parameters.items():
+            if _content(x) != content[name]:
+                raise AutoparError(
+                    f"the forward writes parameter {name}, which each logical rank would do in turn: write to it around"
+                    " train_step (the momentum encoder's update after optimizer.step())"
+                )
         return [loss.detach().clone(), *gradients]  # the model may keep its own
 
     @torch.no_grad()
@@ -245,6 +252,11 @@ def _write(x: torch.Tensor | None, place: torch.Tensor) -> None:
 
 def _or_zeros(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if x is None else x
+
+
+def _content(x: torch.Tensor) -> tuple[int, int]:
+    """A key of the content, another one once it was written or replaced."""
+    return x._version, x.data_ptr()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 
 import autopar
 from autopar.errors import AutoparError, MeshError, MicrobatchError
+from tests.runtime.test_written_parameters import Limited, Momentum
 from tests.workers import device_mesh
 
 LOGICAL, STEPS = 4, 105
@@ -250,3 +251,16 @@ def refused(what):
 def test_what_cannot_be_served_is_said(ranks4, what, kind, words):
     for name, message in ranks4.run(refused, what):
         assert name == kind.__name__ and words in message
+
+
+def _refusal_of_writes(how, kind):
+    module = autopar.compile(kind(how), device_mesh((4,), ("dp",)), logical_ranks=LOGICAL)
+    with pytest.raises(AutoparError, match=r"the forward writes parameter \w+\.(0\.)?weight, .*around train_step"):
+        module.train_step(torch.randn(8, 8), torch.randn(8, 8))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", [Momentum, Limited])
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_parameters_that_the_forward_writes_are_refused(ranks4, how, kind):
+    ranks4.run(_refusal_of_writes, how, kind)

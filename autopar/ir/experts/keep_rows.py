@@ -219,9 +219,9 @@ class RowsKept(TorchFunctionMode):
         return self.seen.keep(func(*args), {"sum": "hit"}.get(kind, kind), of)
 
     def truth(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Whether there are rows."""
+        """Whether there are rows; of those that are picked there may be none, and the branch is one on values."""
         kind, of = self.seen.kinds.get(id(args[0]), ("", 0))
-        if kind != "some" or self.is_known(args[0]):
+        if kind != "some" or self.is_known(args[0]) or self.picks(args[0]):
             return None
         self.seen.asked.add(of)
         return not self.idle

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.guards.add_guards import has_sizes_of_values
 from autopar.ir.run_graph import run
@@ -197,3 +198,24 @@ def test_rows_that_depend_on_one_another_have_the_number_of_the_example(forward:
     graph = trace(model, (), given)
     assert has_sizes_of_values(graph)
     torch.testing.assert_close(run_on(graph, model, given), model(**given))
+
+
+def classes_that_are_there(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    total, kinds = w.sum(), ids[:, 0]
+    for kind in range(3):
+        chosen = kinds == kind
+        if chosen.any():
+            total = total + (x @ w)[chosen].mean(0).square().sum()
+    return total
+
+
+def test_a_class_that_is_not_there_is_left_out_as_in_the_example() -> None:
+    torch.manual_seed(0)
+    model, given = Model(classes_that_are_there), batch(0.5)
+    given["ids"][:, 0] = torch.arange(ROWS) % 2  # the mean of class 2 would be NaN
+    graph = trace(model, (), given)
+    given["ids"][:, 0] = 1 - given["ids"][:, 0]
+    torch.testing.assert_close(run_on(graph, model, given), model(**given))
+    given["ids"][0, 0] = 2
+    with pytest.raises(AutoparError, match=r"if chosen\.any.*another way than for the example"):
+        run_on(graph, model, given)
