@@ -15,6 +15,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.unequal_devices import ANY_SHARES, best_on_groups, check_groups, plain
 from autopar.plans.plan import Plan
 from autopar.plans.resplit import resplit
+from autopar.plans.seen_rank import view_of
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
 from autopar.sbp.microbatch.microbatch_graph import microbatch_counts
 from autopar.schedule.orders import Schedule
@@ -42,6 +43,8 @@ def plan_on_groups(
     """
     assert cluster.groups is not None, "a cluster of groups"
     check_groups(mesh, cluster)
+    if isinstance(mesh, Mesh):
+        view_of(mesh, cluster, 0)  # checks that shares which are asked for lie along the groups
     asked = [size for _, rows in request.shares for size in rows]  # each is cut in as many equal parts
     counts = [count for count in _counts(graph, request) if all(size % count == 0 for size in asked)]
     best, refused = None, None

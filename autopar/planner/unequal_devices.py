@@ -82,16 +82,17 @@ def best_on_groups(
 
 
 def check_groups(mesh: Mesh | Devices, cluster: Cluster) -> None:
-    """MeshError unless the mesh is of all devices of a cluster of groups, with each group's, and shares that are asked
-    for, along the first axis.
-    """
+    """MeshError unless the mesh is of all devices of a cluster of groups, with each group's along the first axis."""
     if mesh.num_devices != cluster.num_devices or (isinstance(mesh, Devices) and mesh.per_node):
         raise MeshError(
             f"cluster {cluster.name} has {cluster.num_devices:.0f} devices, the mesh is {mesh}: take a mesh of all of"
             " them, nodes as they are"
         )
     if isinstance(mesh, Mesh):
-        view_of(mesh, cluster, 0)
+        try:
+            ranks_of(cluster, mesh.shape[0])
+        except ValueError as error:
+            raise MeshError(f"mesh {mesh}: {error}") from error
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster) -> Iterator[Mesh]:

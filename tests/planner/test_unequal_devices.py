@@ -251,13 +251,13 @@ class Deep(nn.Module):
         return nn.functional.mse_loss(self.net(x), y)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_shares_that_are_asked_for_are_those_of_the_batch_in_microbatches(count: int) -> None:
+@pytest.mark.parametrize(("mesh", "shares", "count"), [("dp=4", (10, 10, 6, 6), 2), ("pp=2,dp=2", (20, 12), 4)])
+def test_shares_that_are_asked_for_are_those_of_the_batch(mesh: str, shares: tuple[int, ...], count: int) -> None:
     with torch.device("meta"):
         model, example = Deep(), (torch.randn(32, 64), torch.randn(32, 64))
-    plan = autopar.plan(model, "dp=4", cluster=two(), args=example, shares=(10, 10, 6, 6), num_microbatches=count)
-    ((_, rows),) = plan.mesh.shares
-    assert tuple(rows) == (10, 10, 6, 6)
+    plan = autopar.plan(model, mesh, cluster=two(), args=example, shares={"dp": shares}, num_microbatches=count)
+    ((axis, rows),) = plan.mesh.shares
+    assert plan.mesh.axis_names[axis] == "dp" and tuple(rows) == shares
 
 
 def test_where_memory_caps_a_groups_rows_more_microbatches_give_it_those_that_its_speed_asks_for() -> None:

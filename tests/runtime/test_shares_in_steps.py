@@ -181,12 +181,12 @@ def test_batches_of_other_sizes_and_parts_of_ranks(ranks4: Ranks, mesh: str) -> 
     assert max(ranks4.run(of_other_sizes, mesh, (8, 8), (6, 2), "local")) < 1e-11
 
 
-def accumulated_on_groups(counts: tuple[int, int], slower: float, rows: int) -> dict[str, Any]:
-    """On every rank: steps in two microbatches on devices of two groups, of which the second is slower."""
-    cluster = two_groups(counts, slower)
-    case, alone = sample("odd", batch=rows), sample("odd", batch=rows)
-    asked: dict[str, Any] = {"args": case.args, "loss_fn": case.loss_fn, "cluster": cluster, "num_microbatches": 2}
-    model = autopar.compile(case.model, device_mesh((sum(counts),), ("dp",)), **asked)
+def stepped_on_groups(mesh: str, counts: tuple[int, int], rows: int, shares: tuple[int, ...] | None) -> dict[str, Any]:
+    """On every rank: a step in two microbatches on devices of two groups, of which the second is 3 times slower."""
+    placed, case, alone = as_mesh(mesh), sample("odd", batch=rows), sample("odd", batch=rows)
+    asked: dict[str, Any] = {"args": case.args, "loss_fn": case.loss_fn, "cluster": two_groups(counts, 3.0)}
+    asked |= {"num_microbatches": 2, "shares": shares and {"dp": shares}}
+    model = autopar.compile(case.model, device_mesh(placed.shape, placed.axis_names), **asked)
     assert alone.loss_fn is not None, "the case has one"
     found = model.train_step(*case.args)
     loss = alone.loss_fn(alone.model(*alone.args[:-1]), alone.args[-1])
@@ -198,6 +198,13 @@ def accumulated_on_groups(counts: tuple[int, int], slower: float, rows: int) -> 
 
 @pytest.mark.multirank
 def test_groups_of_devices_accumulate(ranks4: Ranks) -> None:
-    for found in ranks4.run(accumulated_on_groups, (1, 3), 3.0, 4000):
+    for found in ranks4.run(stepped_on_groups, "dp=4", (1, 3), 4000, None):
         ((fast, *slow),) = found["shares"]
         assert found["difference"] < 1e-11 and fast > 2 * max(slow) and sum((fast, *slow)) == 4000
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("mesh", "shares"), [("pp=2,dp=2", (6, 2)), ("dp=2,pp=2", (2, 4)), ("dp=4", (2, 6, 4, 2))])
+def test_shares_that_are_asked_for_on_groups(ranks4: Ranks, mesh: str, shares: tuple[int, ...]) -> None:
+    for found in ranks4.run(stepped_on_groups, mesh, (2, 2), sum(shares), shares):
+        assert found["difference"] < 1e-11 and found["shares"] == [shares]
