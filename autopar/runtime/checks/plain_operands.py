@@ -25,6 +25,8 @@ _WRITES = (
     aten.add_.Tensor,
     aten.addcdiv_.default,
     aten.addcmul_.default,
+    aten.addmm_.default,
+    aten.baddbmm_.default,
     aten.copy_.default,
     aten.div_.Tensor,
     aten.lerp_.Scalar,
@@ -71,12 +73,26 @@ _OF_LAYERS = (
 )
 # By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
 _OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
+# Of lists, by which optimizers update all parameters at once.
+_OF_LISTS = tuple(getattr(aten, f"_foreach_{name}_").List for name in ("add", "sub", "mul", "div")) + (
+    aten._foreach_lerp_.Scalar,
+    aten._foreach_addcmul_.Scalar,
+    aten._foreach_addcdiv_.Scalar,
+)
+_PLAIN_STATE = (
+    "{} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
+    " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
+    " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
+    " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
+    " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
+)
 
 
 def handle_plain_operands() -> None:
     """From now on the functions here compute or refuse such ops of every DTensor of the process."""
     handle_dtensor_ops(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_READS, _read))
     handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
+    handle_dtensor_ops(dict.fromkeys(_OF_LISTS, _write_lists))
 
 
 def is_of_stages(mesh: DeviceMesh) -> bool:
@@ -125,6 +141,20 @@ def _check_alike(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         return op(*args, **kwargs)
 
 
+@torch.no_grad()
+def _write_lists(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same for each tensor of the first list, and those beside it in further ones."""
+    written, *rest = args
+    if not all(isinstance(x, DTensor) for x in written):
+        raise AutoparError(_PLAIN_STATE.format(op))
+    for at, items in enumerate(rest):
+        if isinstance(items, list | tuple) and any(type(item) in _PLAIN and item.ndim for item in items):
+            pairs = zip(written, items)
+            rest[at] = [of_first(y, x) if type(y) in _PLAIN and y.ndim else y for x, y in pairs]
+    with as_torch_does(op):
+        return op(written, *rest, **kwargs)
+
+
 def _read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An op element by element: a plain tensor is the first rank's.
 
@@ -145,13 +175,7 @@ def _write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """An in-place op that may have plain tensors behind its first argument: the first rank's."""
     x, *rest = args
     if not isinstance(x, DTensor):
-        raise AutoparError(
-            f"{op} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
-            " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
-            " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
-            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
-            " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
-        )
+        raise AutoparError(_PLAIN_STATE.format(op))
     rest = [of_first(item, x) if type(item) in _PLAIN and item.ndim else item for item in rest]
     with as_torch_does(op):
         return op(x, *rest, **kwargs)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from autopar.errors import AutoparError
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
+from autopar.runtime.checks.plain_operands import handle_plain_operands
 from autopar.runtime.pipeline.trainer import pipeline_mesh
 from autopar.torch_compat import as_torch_does
 from tests.workers import Ranks, device_mesh
@@ -93,6 +94,28 @@ def test_lists_and_arrays_are_made_of_what_is_whole(ranks4: Ranks) -> None:
     for a, b, *refusals in ranks4.run(as_plain):
         assert a == b == whole().tolist()
         assert all("full_tensor()." in refusal and "on every rank" in refusal for refusal in refusals)
+
+
+def written_in_lists() -> None:
+    """Whole state beside weights in parts, as optimizers update lists of both."""
+    handle_plain_operands()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    parts = [distribute_tensor(whole(), mesh, [Shard(0), Shard(1)]) for _ in range(2)]
+    plain = [whole() + 1, whole() * 2]
+    torch._foreach_add_(parts, plain, alpha=0.5)
+    torch._foreach_addcmul_(parts, plain, plain, value=0.1)
+    for part, other in zip(parts, plain):
+        assert torch.allclose(part.full_tensor(), whole() + 0.5 * other + 0.1 * other * other)
+    for write in (lambda: torch._foreach_mul_(plain, parts), lambda: torch._foreach_lerp_(plain, parts, 0.1)):
+        with pytest.raises(AutoparError, match="into a plain tensor"):
+            write()
+    with pytest.raises(AutoparError, match="into a plain tensor"):
+        torch.zeros(len(whole()), len(whole())).addmm_(parts[0], parts[0].t())  # as Shampoo of libraries
+
+
+@pytest.mark.multirank
+def test_lists_of_weights_are_written_to_from_whole_tensors_and_not_the_other_way(ranks4: Ranks) -> None:
+    ranks4.run(written_in_lists)
 
 
 def test_plain_tensors_are_left_alone() -> None:
