@@ -15,7 +15,7 @@ from bench import memory, pipeline, step
 from bench.cluster import __main__ as cluster
 from bench.models import WORKLOADS
 from bench.networks import __main__ as networks
-from bench.papers import alpa, autoddl, whale
+from bench.papers import alpa, alpa_moe, autoddl, whale
 from bench.published import TABLE as PUBLISHED
 from bench.report import Row, Table, load
 from bench.search import RESULT_TABLES, WORTH, milliseconds, percent
@@ -292,7 +292,9 @@ def published_block() -> str:
 
 def papers_block() -> str:
     """Published comparisons: ranges over settings that are not known, and scaling."""
-    return "\n\n".join([_autoddl(), _whale(), *_alpa(), source("papers", [alpa.ALPA.tables[0], *_VARIED])])
+    return "\n\n".join(
+        [_autoddl(), _whale(), *_alpa(), source("papers", [alpa.ALPA.tables[0], alpa_moe.ALPA_MOE.tables[0], *_VARIED])]
+    )
 
 
 _VARIED = (autoddl.AUTODDL.tables[0], whale.WHALE.tables[0])
@@ -340,28 +342,35 @@ def _whale() -> str:
 
 
 def _alpa() -> list[str]:
-    rows = rows_of("papers", alpa.ALPA.tables[0])
-    columns = [f"{of}, of its one-GPU rate" for of in ("Alpa", "Megatron-LM", "ours")]
-    lines = [(f"GPT {row['GPT']} on {row['V100']}", *(f"{row[column]:.2f}" for column in columns)) for row in rows]
-    lose = [f"{row['GPT']} on {row['V100']}" for row in rows if row[columns[2]] < row[columns[0]]]
-    one = [row[alpa.TOO_FAST] for row in rows if row["V100"] == 1]
+    rows, experts = (rows_of("papers", paper.tables[0]) for paper in (alpa.ALPA, alpa_moe.ALPA_MOE))
     fast = "".join(
-        f"On one GPU the cost model runs products {x:.2f} times as fast as Alpa was measured to, so seconds are not"
-        " compared. "
-        for x in one
+        f"On one GPU the cost model runs products {row[alpa.TOO_FAST]:.2f} times as fast as Alpa was measured to, so"
+        " seconds are not compared. "
+        for row in rows
+        if row["V100"] == 1
     )
-    verdict = (
-        f"Here scaling is below Alpa's on {listed(lose)}."
-        if lose
-        else "Here scaling is not below Alpa's on these rows."
-    )
-    header = (
-        "Alpa: work a device, of the same system's on one GPU",
-        "Alpa, measured",
-        "Megatron-LM, measured",
-        "here, predicted",
-    )
-    return [grid(header, lines), fast + verdict]
+    of_gpt = _scaling("GPT", rows, ("Alpa", "Megatron-LM"))
+    return [of_gpt, _scaling("MoE", experts, ("Alpa", "DeepSpeed")), fast + _scaled_less(rows, experts)]
+
+
+def _scaling(kind: str, rows: Sequence[Row], systems: Sequence[str]) -> str:
+    columns = [f"{of}, of its one-GPU rate" for of in (*systems, "ours")]
+    lines = [
+        (f"{kind} {row[kind]} on {row['V100']}", *("-" if row[of] is None else f"{row[of]:.2f}" for of in columns))
+        for row in rows
+    ]
+    measured = (f"{of}, measured" for of in systems)
+    return grid(("Alpa: work a device, of the same system's on one GPU", *measured, "here, predicted"), lines)
+
+
+def _scaled_less(*tables: Sequence[Row]) -> str:
+    lose = [
+        row["row"].split(", ")[1]
+        for rows in tables
+        for row in rows
+        if row["ours, of its one-GPU rate"] < row["Alpa, of its one-GPU rate"]
+    ]
+    return f"Here scaling is below Alpa's on {listed(lose)}." if lose else "Here scaling is not below Alpa's."
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {

@@ -23,7 +23,7 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
 from bench import report
-from bench.papers import PAPERS, TABLES, alpa, autoddl, tap, whale
+from bench.papers import PAPERS, TABLES, alpa, alpa_moe, autoddl, tap, whale
 from bench.papers.alpa import SIZES, rate
 from bench.papers.compare import compare, fastest, traced
 from bench.papers.grid import Shape, bytes_by_layer, grid_of, linear_ops, sent_bytes, shape_of
@@ -163,6 +163,17 @@ def test_scaling_is_relative_to_the_smallest_model_on_one_device(monkeypatch):
     assert row["Alpa, of its one-GPU rate"] == pytest.approx(large.alpa / small.alpa, rel=0.01)
 
 
+def test_published_rates_of_experts_agree_with_their_latencies_and_sizes():
+    """The artifact's file has seconds and rates for the runs without stages, and the numbers of parameters."""
+    latencies = {"380M": 36.51, "690M": 19.69, "1.3B": 18.6, "2.4B": 13.55, "10B": 28.79, "27B": 362.7, "70B": 1291.9}
+    billions = {"380M": 0.3835, "690M": 0.6857, "1.3B": 1.3468, "2.4B": 2.383, "10B": 10.1696, "27B": 26.6481}
+    for size in alpa_moe.MIXTURES[:-1]:  # whose rate is half of what its latency gives
+        assert size.step_s(size.without_stages) == pytest.approx(latencies[size.name], rel=0.05)
+    for size in alpa_moe.MIXTURES[:-1]:
+        num = sum(parameter.numel() for parameter in alpa_moe.model_of(size).parameters())
+        assert num == pytest.approx(billions[size.name] * 1e9, rel=2e-3)
+
+
 SMALL_CASES = {
     "AutoDDL": lambda: autoddl.measure(
         replace(autoddl.MODELS["transformer"], build=lambda batch: autoddl.transformer_graph(batch, 2)),
@@ -173,6 +184,9 @@ SMALL_CASES = {
     "TAP": lambda: tap.measure("8x8", "none", layers=2),
     "Whale": lambda: whale.measure(8, 50, 32, num_classes=1000),
     "Alpa": lambda: alpa.measure(replace(SIZES[1], layers=2), replace(SIZES[0], layers=2, num_devices=2)),
+    "Alpa, experts": lambda: alpa_moe.measure(
+        replace(alpa_moe.MIXTURES[5], layers=4, num_devices=16), replace(alpa_moe.MIXTURES[0], layers=2, num_devices=2)
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -79,24 +79,22 @@ def gpt_graph(size: Size, batch: int) -> Graph:
 
 @cache
 def planned(size: Size) -> Plan | StagedPlan:
-    """The fastest plan of a whole batch as `autopar.plan` finds it when asked for each of a few numbers of
+    """The plan of a whole batch of the model; InfeasibleError if none fits."""
+    return fastest_plan(gpt_graph(size, BATCH), size.num_devices)
+
+
+def fastest_plan(graph: Graph, num_devices: int, counts: Iterable[int] = NUM_MICROBATCHES) -> Plan | StagedPlan:
+    """The fastest plan of a whole batch as `autopar.plan` finds it when asked for each of these `counts` of
     microbatches; InfeasibleError, that of the last, if none fits."""
-    graph, devices, cluster = gpt_graph(size, BATCH), Devices(size.num_devices), load_cluster(CLUSTER)
     found, failure = [], None
-    for count in NUM_MICROBATCHES:
+    for count in counts:
+        request = PlanRequest(num_microbatches=count, time_limit_s=TIME_LIMIT_S)
         try:
-            found.append(
-                choose_plan(
-                    graph,
-                    devices,
-                    cluster,
-                    PlanRequest(num_microbatches=count, time_limit_s=TIME_LIMIT_S),
-                    predict=rank_peaks,
-                )
-            )
+            found.append(choose_plan(graph, Devices(num_devices), load_cluster(CLUSTER), request, predict=rank_peaks))
         except InfeasibleError as error:
             failure = error
     if not found:
+        assert failure is not None, "some number of microbatches is tried"
         raise failure
     return min(found, key=lambda plan: plan.step_s)
 

@@ -16,10 +16,10 @@ from autopar.mesh import Mesh
 from autopar.planner.handwritten.complete_layouts import Moved, ParameterStorage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
 from autopar.planner.handwritten.propagate import Option, Options, follow_batch, follow_tensors, is_own
-from autopar.sbp.analysis.expert_routing import num_exchanged
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
 from autopar.sbp.analysis.sample_blocks import Short, shorten
 from autopar.sbp.analysis.sequence_dim import batch_arguments, sequence_dims
+from autopar.sbp.analysis.stacked_weights import num_experts
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, Layout, Placement, S
 from autopar.sbp.signature import Candidates, Signature, Strategy
@@ -245,8 +245,8 @@ class ModelFacts:
         if plan.expert_axes and (self.num_experts == 0 or self.num_experts % _num_ranks(plan.expert_axes, mesh)):
             raise PlanError(
                 f"hand plan {format_hand_plan(plan, mesh)!r}: the model has {self.num_experts or 'no'} experts whose"
-                " rows can be exchanged, groups of at least two grouped products in turn, which ep must divide; change"
-                " ep or leave it out"
+                " rows can be exchanged, groups of at least two grouped products in turn or stacks of weights, which ep"
+                " must divide; change ep or leave it out"
             )
 
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
@@ -333,7 +333,7 @@ def outlined(graph: Graph, folded: Folded) -> ModelFacts:
     """The outline of a graph, computed once for all hand plans and meshes."""
     short = shorten(graph, folded)
     structure = structure_of(short.graph)
-    return ModelFacts(short, structure, sequence_dims(short.graph, structure), num_exchanged(short.graph))
+    return ModelFacts(short, structure, sequence_dims(short.graph, structure), num_experts(short.graph))
 
 
 def _options(op: Op, axis: int, left: Sequence[Strategy], mesh: Mesh) -> tuple[Option, ...]:

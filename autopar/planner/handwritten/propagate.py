@@ -8,6 +8,7 @@ from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.inference.for_inference import tracked
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
+from autopar.sbp.analysis.stacked_weights import stacked_products
 from autopar.sbp.placement import I, P, Placement, R
 from autopar.sbp.redistribute import CONVERSIONS, NEVER_BYTES
 from autopar.sbp.signature import Signature
@@ -37,7 +38,8 @@ def follow_batch(
     `is_by_expert`: rows are exchanged by expert where they can be, and the weights of experts split.
     """
     at_experts = _at_experts(graph, options) if is_by_expert else {}
-    options = partial(_of_kind, options, at_experts)
+    stacks = graph.once(stacked_products) if is_by_expert and not at_experts else {}
+    options = partial(_of_kind, partial(_by_stack, options, stacks), at_experts)
     placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
     placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
     chosen: dict[str, Signature] = {}
@@ -73,6 +75,13 @@ def follow_tensors(
         if op.name not in chosen:
             _take(op, _cheapest(op, options(op), placed, structure), chosen, placed)
     return chosen
+
+
+def _by_stack(options: Options, stacks: Mapping[str, tuple[int, Signature]], op: Op) -> tuple[Option, ...]:
+    """The option of a product with a stack of weights that splits it, and all of other ops."""
+    found = options(op)
+    wanted = stacks[op.name][1] if op.name in stacks else None
+    return tuple(option for option in found if option.signature == wanted) or found
 
 
 def _of_kind(options: Options, at_experts: Mapping[str, str], op: Op) -> tuple[Option, ...]:
