@@ -81,7 +81,12 @@ def make_plan(
                 if isinstance(mesh, Devices):
                     by_mesh = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
                 else:
-                    by_mesh = _on_given_mesh(graph, mesh, cluster, within, to_beat_s, part)
+                    coarse, *finer = coarse_to_fine(mesh, within, part)
+                    least: dict[str, Any] = {"to_beat_s": to_beat_s / (1 - WORTH), "budget": coarse.budget}
+                    solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, **least)
+                    for step in finer:
+                        solved = refined(solved, graph, cluster, step)
+                    by_mesh = {mesh: solved}
             except InfeasibleError as error:
                 if is_first:
                     raise
@@ -93,24 +98,19 @@ def make_plan(
             fit.waiting.append(replace(search, plan=plan))
             if is_first:
                 bound_s = plan.lower_bound_s
-                nearly = sorted((one for each in by_mesh.values() for one in each.nearly), key=lambda one: one.cost_s)
-                plans = [_plan_of_best(graph, [one], cluster, request, budget) for one in nearly[:_MOST_NEARLY]]
-                fit.waiting += [replace(search, plan=one, number=MOST_TRIES) for one in plans if predict]
+                plans = _nearly_fitting(graph, by_mesh.values(), cluster, request, budget) if predict else ()
+                fit.waiting += [replace(search, plan=one, number=MOST_TRIES) for one in plans]
     if fit.best is None:
         raise fit.refusal("so would others; raise it, or use more devices")
     return replace(fit.best, lower_bound_s=min(bound_s, fit.best.lower_bound_s))
 
 
-def _on_given_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
-) -> dict[Mesh, Solved]:
-    """The mesh -> its best plan, found on few axes first if it has many."""
-    coarse, *finer = coarse_to_fine(mesh, request, budget)
-    least: dict[str, Any] = {"to_beat_s": to_beat_s / (1 - WORTH), "budget": coarse.budget}
-    solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, **least)
-    for step in finer:
-        solved = refined(solved, graph, cluster, step)
-    return {mesh: solved}
+def _nearly_fitting(
+    graph: Graph, solved: Collection[Solved], cluster: Cluster, request: PlanRequest, budget: Budget
+) -> list[Plan]:
+    """The plans by hand above the memory limit by the estimate whose peaks may show that they fit."""
+    nearly = sorted((one for each in solved for one in each.nearly), key=lambda one: one.cost_s)
+    return [_plan_of_best(graph, [one], cluster, request, budget) for one in nearly[:_MOST_NEARLY]]
 
 
 def _plan_of_best(
