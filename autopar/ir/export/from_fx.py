@@ -44,6 +44,10 @@ _IDENTITIES = frozenset(
         "requires_grad_.default",
     )
 )
+# Ops whose results have sizes that follow from values, although torch has no tag that says so.
+_SIZED_BY_VALUES = frozenset(
+    f"aten.{name}" for name in ("nonzero_numpy.default", "repeat_interleave.self_Tensor", "where.default")
+)
 # Ops that return their input itself where they drop nothing: the fake tensors of a trace do not show that.
 _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -282,7 +286,7 @@ def _has_size_by_values(node: Node, args: Any) -> bool:
     if str(node.target) == "aten.one_hot.default" and (*args, -1)[1] >= 0:
         return False  # the number of classes is given
     if torch.Tag.dynamic_output_shape not in node.target.tags:
-        return str(node.target) in ("aten.repeat_interleave.self_Tensor", "aten.where.default")
+        return str(node.target) in _SIZED_BY_VALUES
     indices = args[1] if str(node.target) == "aten.index.Tensor" else ()
     is_masked = any(isinstance(x, Value) and x.dtype in (torch.bool, torch.uint8) for x in indices)
     return is_masked or str(node.target) != "aten.index.Tensor"

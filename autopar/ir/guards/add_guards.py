@@ -8,8 +8,8 @@ from typing import Any
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.infer_metas import Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin
-from autopar.ir.graph import Graph, Value
-from autopar.ir.guards.guard_ops import GUARDED, SIZED, sized_target
+from autopar.ir.graph import Graph, Value, resolve
+from autopar.ir.guards.guard_ops import GUARDED, SIZED, gives_several, sized_target
 
 
 def note_guard(args: Sequence[Any], env: Mapping[Any, Any], builder: OpBuilder, at: Origin) -> None:
@@ -58,7 +58,7 @@ def emit_sized(
     needs_grad = not at.is_no_grad and any(value.needs_grad for value in _values(leaves))
     made = [Meta(meta.shape, meta.dtype, needs_grad and meta.dtype.is_floating_point) for meta in metas]
     given = {**kwargs, "sizes": sizes, "line": line}
-    return builder.emit(sized_target(target), args, given, at=at, made=(made, len(made) > 1))
+    return builder.emit(sized_target(target), args, given, at=at, made=(made, gives_several(resolve(target))))
 
 
 def has_sizes_of_values(graph: Graph) -> bool:

@@ -63,7 +63,7 @@ def _sized(op: Any, *args: Any, sizes: str, line: str, **kwargs: Any) -> Any:
     expected = [tuple(map(int, filter(None, shape.split(",")))) for _, shape in results]
     if any(map(_is_without_data, tensors)):
         made = [_made(shape, getattr(torch, name), tensors[0]) for shape, (name, _) in zip(expected, results)]
-        return made[0] if len(made) == 1 else tuple(made)
+        return tuple(made) if gives_several(op) else made[0]
     result = op(*args, **kwargs)
     found = [tuple(x.shape) for x in (result if isinstance(result, tuple | list) else (result,))]
     if found != expected:
@@ -73,6 +73,12 @@ def _sized(op: Any, *args: Any, sizes: str, line: str, **kwargs: Any) -> Any:
             " place of an index"
         )
     return result
+
+
+def gives_several(op: Any) -> bool:
+    """Whether an op gives several tensors or a list, be it one of a single tensor."""
+    results = op._schema.returns
+    return len(results) > 1 or isinstance(results[0].type, torch.ListType)
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,19 @@ def finds(model: Model, y: Tensor, mask: Tensor) -> Tensor:
     return y[mask[:, 0].nonzero().squeeze(1)].mean()
 
 
+def finds_by_where(model: Model, y: Tensor, mask: Tensor) -> Tensor:
+    return y[torch.where(mask[:, 0])[0]].std()
+
+
+def finds_in_lists(model: Model, y: Tensor, mask: Tensor) -> Tensor:
+    (rows,) = mask[:, 0].nonzero(as_tuple=True)
+    return F.cross_entropy(y[rows], rows % 3)
+
+
+def finds_places(model: Model, y: Tensor, mask: Tensor) -> Tensor:
+    return y[torch.argwhere(mask)[:, 0]].std()
+
+
 def scales(model: Model, y: Tensor, sizes: Tensor) -> Tensor:
     height, width = sizes.tolist()
     return y[:, : int(height * (round(width * 1.5) / width) ** 2)].sum(1)
@@ -108,6 +121,9 @@ DECIDES: list[tuple[Callable[..., Tensor], Tensor | None, Tensor | None]] = [
     (hits, SOME, ONES),
     (selects, SOME, ONES),
     (finds, SOME, ONES),
+    (finds_by_where, SOME[:, 1:], ONES),
+    (finds_in_lists, SOME, ONES),
+    (finds_places, SOME, ONES),
     (scales, torch.tensor([1, 2]), torch.tensor([2, 3])),
     (flags, None, None),
     (equals, ONES, SOME),
