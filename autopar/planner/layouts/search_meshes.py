@@ -21,8 +21,9 @@ from autopar.planner.handwritten.tune import Tried, Tuned, tuned
 from autopar.planner.layouts.many_axes import coarse_to_fine, refined
 from autopar.planner.layouts.mesh_shapes import as_used, factorise, most_tensor
 from autopar.planner.layouts.refine_mesh import lift, refines
-from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
+from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored, solve_mesh
 from autopar.planner.layouts.tie import least_communication
+from autopar.planner.problem import Setting
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
@@ -41,6 +42,9 @@ _PROMISING = 1.5
 _NEARLY = 1.25
 # So many hand plans above the memory limit by the estimate, the fastest, may show by their peaks that they fit.
 _MOST_NEARLY = 2
+# The factors by which a plan on a finer mesh, and a plan of the search, is faster at most than one on the coarsest and
+# one by hand, as a rule.
+_FINER, _GAIN = 1.1, 1.5
 # The share of the time left for the next mesh.
 _SHARE = 0.6
 
@@ -197,7 +201,9 @@ def _by_hand(
     asked: dict[str, Any] = {"memory_limit_bytes": limit, "training": training}
     with budget.left_at_interrupt() if budget.has_other else nullcontext(), budget.timed("hand plans"):
         by_hand = tuned(graph, fold(graph), devices, cluster, **asked, most_tensor=most, deadline=deadline)
-    if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
+    by_hand_s = min(one.costs.step_s for one in by_hand.tried)
+    coarsest, *_ = factorise(devices.num_devices, cluster)
+    if by_hand_s > to_beat_s and not _are_no_guide(graph, coarsest, cluster, request, (to_beat_s, by_hand_s), budget):
         raise InfeasibleError(
             f"no plan without stages and microbatches takes less than {to_beat_s} s; a plan with them is better"
         )
@@ -206,6 +212,26 @@ def _by_hand(
             f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched"
         )
     return by_hand
+
+
+def _are_no_guide(
+    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, costs_s: tuple[float, float], budget: Budget
+) -> bool:
+    """Whether hand plans say nothing of the best plan: without a memory limit, one on `mesh`, the coarsest, comes near
+    the first of `costs_s` and is far from the second, that of the best plan by hand.
+
+    So it is for models that nobody splits by hand: with lookups in large tables, graphs or recurrent layers the best
+    plan by hand takes five to a thousand times as long as the best of all.
+    """
+    to_beat_s, by_hand_s = costs_s
+    most_s = min(_FINER * to_beat_s, by_hand_s / _GAIN)
+    if budget.is_spent or floor_s(graph, mesh, cluster, training=request.training) > most_s:
+        return False
+    setting = Setting(graph, mesh, cluster, replace(request, memory_limit_bytes=math.inf), budget)
+    problem = setting.problem(fold_stored(graph, request))
+    choice = replace(setting, to_beat_s=most_s).search(problem, [])
+    step_s = setting.costs(problem.decode(choice.strategies)).step_s if setting.has_overlap else choice.cost_s
+    return step_s <= most_s
 
 
 def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:

@@ -3,12 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.errors import InfeasibleError, PinError
-from autopar.mesh import Devices
+from autopar.ir.folding.fold import fold
+from autopar.ir.trace import trace
+from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
+from autopar.planner.choose import choose_plan
 from autopar.planner.handwritten.tune import tuned
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.layouts.search_meshes import make_plan
@@ -95,6 +101,31 @@ def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_li
     plan = make_plan(traced(name), devices, cluster, budget=Budget.of(time_limit_s))
     assert plan.costs.step_s <= expert.costs.step_s * (1 + 1e-9)
     assert 0 < plan.lower_bound_s <= plan.costs.step_s
+
+
+class Neighbours(nn.Module):
+    """A graph network, which hand plans leave whole or gather at every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(x + torch.zeros_like(x).index_add(0, target, layer(x)[source]))
+        return x.square().mean()
+
+
+def test_an_open_mesh_over_nodes_is_searched_where_hand_plans_are_no_guide():
+    """The best of them takes five times as long as the plan for two axes."""
+    with torch.device("meta"):
+        nodes, edges = torch.zeros(65536, 1024), torch.zeros(2**19, dtype=torch.long)
+        graph = trace(Neighbours(), (nodes, edges, torch.zeros_like(edges)), {})
+    cluster = load_cluster("v100-25g")
+    given, found = (choose_plan(graph, mesh, cluster) for mesh in (Mesh((2, 8), ("a", "b")), Devices(16)))
+    by_hand = tuned(graph, fold(graph), Devices(16), cluster).tried[0]
+    assert by_hand.costs.step_s > 4 * given.step_s
+    assert found.step_s <= given.step_s * (1 + 1e-9)
 
 
 def test_it_is_said_what_the_bound_is_about():
