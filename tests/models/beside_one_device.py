@@ -28,12 +28,11 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     double = tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, kwargs)
     try:
         truth = step(copy.deepcopy(model).double(), double)
+        model = model.double()
     except (RuntimeError, ValueError):
-        step(copy.deepcopy(model), kwargs)
-        return model, kwargs
+        truth, double = step(copy.deepcopy(model), kwargs), kwargs
     if not truth[""].isfinite():
         raise ValueError("on one device the loss is not a number for these inputs")
-    model = model.double()
     if _is_random(model, double) and _is_random(model.eval(), double):
         raise ValueError("the model draws random numbers in eval mode too, which ranks draw otherwise")
     return model, double

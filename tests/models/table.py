@@ -120,6 +120,12 @@ def main(names: list[str]) -> None:
         table.write_text(_head(is_libraries) + "\n".join(line for _, line in sorted(rows.items())) + "\n")
 
 
+def results(document: str) -> dict[str, str]:
+    """Model -> what the table of this name in docs says of it."""
+    cells = (line.split(" | ") for line in _lines(DOCS / document))
+    return {row[0].removeprefix("| "): row[1] for row in cells}
+
+
 def _lines(table: Path) -> list[str]:
     """The rows that a table has."""
     lines = table.read_text().splitlines() if table.exists() else []

@@ -348,7 +348,7 @@ class Translating(nn.Module):
         return (out - y).square().mean()
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def transformer_with_padding(run: Run) -> Numbers:
     """nn.Transformer, encoder and decoder, with a causal mask and padding"""
     padding = torch.arange(4) >= torch.tensor([4, 2, 3, 1, 4, 4, 2, 1])[:, None]
