@@ -1,6 +1,7 @@
 """Functions of torch that look at values: each is written out while a model is exported, or recorded as an op.
 
 `torch.equal` and `torch.allclose` give Python's answer, of which a branch is a condition of the tensors compared.
+`one_hot` without a number of classes has one for each index up to the largest, which is a condition too.
 `gaussian_nll_loss` raises an error if a variance is negative: each call compares. `ctc_loss` keeps tensors whose sizes
 depend on the lengths: the losses of the samples are one op, `autopar.ctc_loss`.
 """
@@ -28,13 +29,13 @@ _LIBRARY.define(
     " bool zero_infinity) -> Tensor"
 )
 _TORCH_CTC = functional.ctc_loss  # as they are before an export replaces them
-_EQUAL, _ALLCLOSE = torch.equal, torch.allclose
+_EQUAL, _ALLCLOSE, _ONE_HOT = torch.equal, torch.allclose, functional.one_hot
 
 
 @contextmanager
 def values_kept() -> Iterator[None]:
     """Inside, these functions record what they look at."""
-    written_out = [(functional, ctc_loss), (functional, gaussian_nll_loss)]
+    written_out = [(functional, function) for function in (ctc_loss, gaussian_nll_loss, one_hot)]
     written_out += [(owner, function) for owner in (torch, torch.Tensor) for function in (equal, allclose)]
     with ExitStack() as stack:
         for owner, function in written_out:
@@ -56,6 +57,19 @@ def allclose(
     if not isinstance(input, FakeTensor) and not isinstance(other, FakeTensor):
         return _ALLCLOSE(input, other, rtol, atol, equal_nan)
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`functional.one_hot`, with the example's number of classes where none is given."""
+    if num_classes != -1 or not isinstance(tensor, FakeTensor):
+        return _ONE_HOT(tensor, num_classes)
+    above, most = 0, 1  # the largest index lies between, found by branches on the tensor
+    while not bool((tensor < most).all()):
+        above, most = most, 2 * most
+    while most - above > 1:
+        middle = (above + most) // 2
+        above, most = (above, middle) if bool((tensor < middle).all()) else (middle, most)
+    return _ONE_HOT(tensor.clamp(max=most - 1), most)  # a larger index in another batch is for the condition to tell
 
 
 def _ctc(

@@ -98,6 +98,10 @@ def is_of_other_shape(model: Model, y: Tensor, mask: Tensor) -> Tensor:
     return y if mask.equal(mask[1:]) else y * 2
 
 
+def marks(model: Model, y: Tensor, lengths: Tensor) -> Tensor:
+    return y[:, :1] * F.one_hot(lengths)[:, 1:]
+
+
 def permutes(model: Model, y: Tensor) -> Tensor:
     times = torch.linspace(0, 1, 3)
     for before, after in itertools.pairwise(times):
@@ -130,6 +134,9 @@ DECIDES: list[tuple[Callable[..., Tensor], Tensor | None, Tensor | None]] = [
     (equals, SOME, ONES),
     (is_close, LENGTHS, torch.ones(4)),
     (is_of_other_shape, ONES, None),
+    (marks, LENGTHS, LENGTHS + 1),
+    (marks, LENGTHS, LENGTHS.clamp(max=2)),
+    (marks, LENGTHS * 5, LENGTHS * 6),
     (permutes, None, None),
     (distributes, None, None),
 ]
