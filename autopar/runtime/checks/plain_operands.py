@@ -74,10 +74,10 @@ _OF_LAYERS = (
 # By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
 _OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
 # Of lists, by which optimizers update all parameters at once.
-_OF_LISTS = tuple(getattr(aten, f"_foreach_{name}_").List for name in ("add", "sub", "mul", "div")) + (
-    aten._foreach_lerp_.Scalar,
-    aten._foreach_addcmul_.Scalar,
-    aten._foreach_addcdiv_.Scalar,
+_OF_LISTS = tuple(
+    getattr(getattr(aten, f"_foreach_{name}_"), overload)
+    for overload, names in (("List", ("add", "sub", "mul", "div")), ("Scalar", ("lerp", "addcmul", "addcdiv")))
+    for name in names
 )
 _PLAIN_STATE = (
     "{} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."

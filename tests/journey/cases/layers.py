@@ -127,7 +127,7 @@ def embedding_with_padding(run: Run) -> Numbers:
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, padding_idx=0, scale_grad_by_freq=True)), words())
 
 
-@case(refused={PP: "writes parameters|the whole batch"})
+@case(refused={PP: "use one microbatch"})
 def embedding_with_a_greatest_norm(run: Run) -> Numbers:
     """nn.Embedding(max_norm=1.0), whose forward writes to its weight"""
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, max_norm=1.0)), words())
