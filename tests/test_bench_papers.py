@@ -185,7 +185,7 @@ SMALL_CASES = {
     "Whale": lambda: whale.measure(8, 50, 32, num_classes=1000),
     "Alpa": lambda: alpa.measure(replace(SIZES[1], layers=2), replace(SIZES[0], layers=2, num_devices=2)),
     "Alpa, experts": lambda: alpa_moe.measure(
-        replace(alpa_moe.MIXTURES[5], layers=4, num_devices=16), replace(alpa_moe.MIXTURES[0], layers=2, num_devices=2)
+        replace(alpa_moe.MIXTURES[4], layers=4), replace(alpa_moe.MIXTURES[0], layers=2, num_devices=2)
     ),
 }
 

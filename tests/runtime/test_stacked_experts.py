@@ -91,7 +91,7 @@ def test_each_expert_is_computed_on_one_rank() -> None:
     assert used == {"S(0)"} and all(str(plan.assignment.layouts[name][0]) == "S(0)" for name in stacks)
 
 
-def test_heads_are_no_experts() -> None:
+def test_heads_and_convolutions_are_no_experts() -> None:
     """Whose weights, a stack too, all take the same activation."""
 
     class Heads(nn.Module):
@@ -102,4 +102,6 @@ def test_heads_are_no_experts() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.einsum("bshd,hdo->bso", torch.einsum("bso,hod->bshd", x, self.up).relu(), self.down).mean()
 
-    assert num_experts(traced(Case(Heads(), (torch.randn(4, 6, 16),), {}, lambda loss: loss))) == 0
+    convolution = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8))
+    for model, x in ((Heads(), torch.randn(4, 6, 16)), (convolution, torch.randn(4, 3, 8, 8))):
+        assert num_experts(traced(Case(model, (x,), {}, lambda loss: loss))) == 0

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, Op
-from autopar.ir.op_facts import facts_of
 from autopar.sbp.analysis.expert_routing import num_exchanged
-from autopar.sbp.analysis.megatron_pairs import values_from_parameters
+from autopar.sbp.analysis.megatron_pairs import base_name, values_from_parameters
 from autopar.sbp.op_signatures import signatures_of_call
 from autopar.sbp.placement import S
 from autopar.sbp.signature import Signature
+
+# Products of stacks of matrices; a convolution of each channel by itself is none.
+_PRODUCTS = ("baddbmm", "bmm", "einsum", "matmul")
 
 
 def stacked_products(graph: Graph) -> Mapping[str, tuple[int, Signature]]:
@@ -31,15 +33,16 @@ def num_experts(graph: Graph) -> int:
 
 def _by_stack(op: Op, from_parameters: frozenset[str]) -> tuple[int, Signature] | None:
     weights = [slot for slot, x in enumerate(op.inputs) if x.name in from_parameters and len(x.shape) >= 3]
-    if facts_of(op.target).product is None or len(weights) != 1:
+    if base_name(op) not in _PRODUCTS or len(weights) != 1:
         return None
     (weight,) = weights
     size = op.inputs[weight].shape[0]
+    activations = [slot for slot, x in enumerate(op.inputs) if x.name not in from_parameters]
     split = (
         (size, one)
         for one in signatures_of_call(op)
         if one.inputs[weight] == S(0)
         and one.outputs[0].is_split
-        and any(each.is_split for slot, each in enumerate(one.inputs) if slot != weight)
+        and any(one.inputs[slot].is_split for slot in activations)
     )
     return next(split, None)
