@@ -221,7 +221,7 @@ def _are_no_guide(
     the first of `costs_s` and is far from the second, that of the best plan by hand.
 
     So it is for models that nobody splits by hand: with lookups in large tables, graphs or recurrent layers the best
-    plan by hand takes five to a thousand times as long as the best of all.
+    plan by hand takes five to forty times as long as the best of all.
     """
     to_beat_s, by_hand_s = costs_s
     most_s = min(_FINER * to_beat_s, by_hand_s / _GAIN)
