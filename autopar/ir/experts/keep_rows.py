@@ -4,6 +4,8 @@
 an unknown number of at least one, so that no program may depend on it but on whether there are rows. A loop over the
 experts that have rows, `for expert in (mask.sum((1, 2)) > 0).nonzero()`, runs for all experts. Both are right if an
 expert without rows changes nothing, which a second export without any rows shows (`ir.passes.check_idle`).
+
+`torch.bincount(ids, minlength=num)`, as routers count their tokens by, has `num` counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -188,6 +190,10 @@ class RowsKept(TorchFunctionMode):
         masks = zip(parts, is_mask)
         return tuple(each for part, is_one in masks for each in (self._rows(part) if is_one else (part,)))
 
+    def bincount(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The counts of ids below `minlength`; another id is an error of scatter_add, where torch has more counts."""
+        return None if self.is_known(args[0]) else _counts(*args, **kwargs)
+
     def equal(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The comparison of x with a number: the same tensor for the same x, so that both select as many rows."""
         if kwargs or len(args) != 2 or not isinstance(args[0], torch.Tensor) or type(args[1]) is not int:
@@ -236,11 +242,25 @@ class RowsKept(TorchFunctionMode):
         return x
 
 
+def _counts(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    if not minlength:
+        raise TraceError(
+            "torch.bincount has as many counts as the largest id that it finds; give it their number, minlength="
+        )
+    if weights is None:
+        terms = torch.ones_like(input, dtype=torch.int64)
+    else:
+        terms = weights.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+    return terms.new_zeros(minlength).scatter_add(0, input.long(), terms)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.where: RowsKept.where,
     _TENSOR.__getitem__: RowsKept.get,
     _TENSOR.__setitem__: RowsKept.put,
     _TENSOR.__bool__: RowsKept.truth,
+    torch.bincount: RowsKept.bincount,
+    _TENSOR.bincount: RowsKept.bincount,
     torch.masked_select: RowsKept.select,
     _TENSOR.masked_select: RowsKept.select,
     **dict.fromkeys(_NONZERO, RowsKept.nonzero),

@@ -87,3 +87,23 @@ def test_lengths_in_a_list_and_labels_of_all_samples_in_a_row() -> None:
     compared(loss, (x, labels), (x.flip(0), labels.flip(0)))
     with pytest.raises(TraceError, match=r"give it \[steps, 1, classes\]"):
         ctc_loss(x[0], labels, 7, 6)
+
+
+COUNTS: dict[str, Callable[..., Tensor]] = {
+    "ids": lambda x: x * torch.bincount(x.topk(2, -1).indices.flatten(), minlength=4),
+    "a method": lambda x: x / x.argmax(-1).int().bincount(None, 4).clamp(min=1),
+    "weights": lambda x: x * torch.bincount(x.argmax(-1), x.detach().sum(-1), minlength=4),
+    "weights in float32": lambda x: x * x.argmax(-1).bincount(x.detach().float().amax(-1), minlength=4),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_ids_that_a_router_chooses_are_counted(name: str) -> None:
+    torch.manual_seed(0)
+    example, given = torch.randn(2, 6, 4, dtype=torch.float64)
+    compared(COUNTS[name], (example,), (given,))
+
+
+def test_counts_without_a_number_are_refused_with_the_remedy() -> None:
+    with pytest.raises(TraceError, match=r"test_kept_losses\.py:\d+: .*minlength="):
+        trace(Model(lambda x: x.argmax(-1).bincount() * x.sum()), (torch.randn(6, 4),), {})
