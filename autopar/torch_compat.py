@@ -19,11 +19,11 @@ from torch._export.utils import _compiling_state_context
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
-from torch.distributed import Store
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.stage import _RecvInfo
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
+from torch.jit._state import _python_cu as scripted
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _of_modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -66,7 +67,7 @@ __all__ = [
     "before",
     "below_autograd",
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
-    "default_store",
+    "default_store",  # the key-value store that `init_process_group` made from its `init_method`
     "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
     "disable_proxy_modes_tracing",  # torch.export does not record the calls inside
     "fake_tensor",  # made of what is known of it: an op on fake tensors takes ten times as long
@@ -91,6 +92,7 @@ __all__ = [
     "pytree",  # of exported programs, the only registry torch.export reads; the public one is not in all torch versions
     "register_fake_backend",  # torch documents the backend "fake", and registers it in a file of its tests
     "root_of",
+    "scripted",  # the functions that were scripted or traced; what they were optimized to hides their ops
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "wants_grouped_state",  # as wants_whole_state
     "wants_one_graph",  # to refuse it by name
@@ -130,6 +132,7 @@ MEMBERS = {
     "_get_fsdp_state": "how fully_shard stores a module's parameters; its methods only change it",
     **dict.fromkeys(("_fsdp_param_group", "_auto_reshard_after_forward"), "as _get_fsdp_state"),
     **dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), "masks that transformers drops"),
+    "_debug_flush_compilation_cache": "drops what torch optimized a scripted function to; it has no other way back",
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
 # Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.
@@ -300,10 +303,9 @@ def wants_grouped_state() -> bool:
 def _asked_for_state(asks: Callable[[Any], bool]) -> str:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            options = frame.f_locals.get("info")
-            if options is not None and asks(options):
-                return frame.f_code.co_name
+        of_torch = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        if of_torch and (options := frame.f_locals.get("info")) is not None and asks(options):
+            return frame.f_code.co_name
         frame = frame.f_back
     return ""
 
@@ -393,8 +395,3 @@ def register_fake_backend() -> None:
 def forget_meshes() -> None:
     """Make DTensor forget the layouts it derived: whose meshes equal those of later ranks and whose groups ended."""
     _clear_sharding_prop_cache()
-
-
-def default_store() -> Store:
-    """The key-value store of the default process group, which `init_process_group` made from its `init_method`."""
-    return _get_default_store()

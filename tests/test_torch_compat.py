@@ -329,8 +329,7 @@ def test_a_dtensor_made_of_a_layout() -> None:
     with one_rank_of(Mesh((4,), ("dp",))) as mesh:
         like = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
         made = DTensor(torch.zeros(2, 3), like._spec, requires_grad=False)
-    assert made.shape == like.shape == (8, 3) and made.placements == like.placements
-    assert torch.equal(made.to_local(), torch.zeros(2, 3))
+    assert made.shape == like.shape == (8, 3) and made.placements == like.placements and not made.to_local().any()
 
 
 def test_step_hooks_of_others() -> None:
@@ -352,6 +351,7 @@ def test_every_member_is_here() -> None:
     masks = pytest.importorskip("transformers.masking_utils")
     assert masks._ignore_causal_mask_sdpa(None, 4, 4, 0, 0) and masks._ignore_bidirectional_mask_sdpa(None, 4)
     assert DTensor._make_wrapper_subclass(DTensor, (2, 3), dtype=torch.float16).shape == (2, 3)
+    assert not any(function._debug_flush_compilation_cache() for function in torch_compat.scripted.get_functions())
     assert [name for name in torch_compat.MEMBERS if f".{name}" not in Path(__file__).read_text()] == []
 
 

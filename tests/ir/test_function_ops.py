@@ -15,6 +15,7 @@ from autopar.ir.trace import trace
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.placement import I, R, S
 from autopar.sbp.rules.given import forget_signatures
+from tests.ir.compare import assert_same_as_model
 
 
 class Scaled(torch.autograd.Function):
@@ -50,6 +51,23 @@ class Written(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * grad
+
+
+@torch.jit.script
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
+class Gelu(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(super().forward(x))
+
+
+def test_a_scripted_function_that_torch_has_optimized_has_its_gradient() -> None:
+    model, x = Gelu(4, 4), torch.randn(2, 4)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert_same_as_model(trace(model, (x,), {}), model, (x,), {}, tolerance=1e-6)
 
 
 def traced(forward, x: torch.Tensor) -> Graph:

@@ -1,4 +1,5 @@
-"""While a model is exported, each call of a custom `torch.autograd.Function` is recorded as one op.
+"""While a model is exported, each call of a custom `torch.autograd.Function` is recorded as one op, and scripted
+functions as the ops that they were written with.
 
 torch.export would record what its forward does, and lose its backward. What is taken for granted is that the class is a
 function of the tensors it is called with; whatever speaks against it raises TraceError.
@@ -23,6 +24,7 @@ from autopar.torch_compat import (
     functions_applied_by,
     is_traceable_wrapper_subclass,
     pytree,
+    scripted,
     without_function_modes,
 )
 
@@ -47,7 +49,19 @@ def functions_kept() -> Iterator[None]:
         finally:
             is_inside = False
 
-    with functions_applied_by(apply):
+    with functions_applied_by(apply), _scripts_as_written():
+        yield
+
+
+@contextmanager
+def _scripts_as_written() -> Iterator[None]:
+    """Inside, scripted functions run as at their first call. From the third on they are optimized, and differentiate
+    themselves: their ops are recorded as of detached tensors, without a gradient.
+    """
+    functions: Any = scripted.get_functions()
+    for function in functions:
+        function._debug_flush_compilation_cache()
+    with torch.jit.optimized_execution(False):
         yield
 
 
