@@ -16,6 +16,7 @@ _HOMES = {
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",
     "register_rule": "autopar.sbp.rules.given",
+    "step_on_whole": "autopar.runtime.interop.whole_step",
     "splits": "autopar.sbp.rules.custom_function",
     "unshare": "autopar.ir.unshare",
 }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.dtensor_writes import handle_writes
-from autopar.runtime.checks.plain_operands import is_of_stages
+from autopar.runtime.checks.plain_operands import in_a_step, is_of_stages
 from autopar.runtime.process_groups import first_group
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
@@ -66,6 +66,7 @@ def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     raise AutoparError(
         f"a value of which each rank has a part, a DTensor of placements {tuple(x.placements)}, was read as a number"
         " (item(), float(), bool(), if); torch reads this rank's part of it. Call x.full_tensor() first, on every rank"
+        f"{in_a_step()}"
     )
 
 
@@ -85,7 +86,7 @@ def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(x.to_local(), method)(*args, **kwargs)
     raise AutoparError(
         f"{method}() of a DTensor of placements {tuple(x.placements)}, of which each rank has a part: call"
-        f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model"
+        f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model{in_a_step()}"
     )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError, warn
-from autopar.runtime.checks.plain_operands import handle_plain_operands, of_first
+from autopar.runtime.checks.plain_operands import handle_plain_operands, in_a_step, of_first
 from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree
 
 aten = torch.ops.aten
@@ -42,6 +42,8 @@ _ON_THE_WHOLE = (
 )
 # Reads of the same kind.
 _READ_ON_THE_WHOLE = (aten.allclose.default, aten.bincount.default, aten.masked_select.default, aten.nonzero.default)
+# Reductions over ranks whose result is what all of them have.
+_ALIKE = ("avg", "max", "min")
 _FACTORIES = ("arange", "eye", "full", "linspace", "logspace", "ones", "zeros")
 
 
@@ -49,7 +51,7 @@ def handle_writes() -> None:
     """From now on the functions here compute in-place ops of every DTensor of the process that torch cannot."""
     handle_dtensor_ops(dict.fromkeys(_overloads(_MAY_COPY), _view))
     handle_dtensor_ops(dict.fromkeys(_overloads(_ON_THE_WHOLE), write_whole))
-    handle_dtensor_ops({aten.fill_.Tensor: _fill})
+    handle_dtensor_ops({aten.fill_.Tensor: _fill, aten.fill_.Scalar: _fill})
     handle_dtensor_ops(dict.fromkeys((aten.index.Tensor, aten.index_select.default), _read_at))
     handle_plain_operands()
     compute_without_rule(_without_rule)
@@ -81,15 +83,16 @@ def _described(x: DTensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def write_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
-    """An in-place op, done on all of the tensor that its first argument is; each rank keeps its part.
+    """An in-place op, done on all of the tensor that its first argument is; each rank keeps its part, or a summand.
 
     Plain tensors among the arguments are those of the first rank.
     """
     x = args[0]
-    check_no_summands(x, op)
     whole = x.full_tensor().clone()
     rest, named = pytree.tree_map(lambda item: _whole_of(item, x), (tuple(args[1:]), dict(kwargs)))
     op(whole, *rest, **named)
+    if not _can_be_summands(x, whole):
+        check_no_summands(x, op)
     keep_part(x, whole)
     return x
 
@@ -107,14 +110,27 @@ def check_no_summands(x: DTensor, op: OpOverload) -> None:
     if any(placement.is_partial() for placement in x.placements):
         raise AutoparError(
             f"{op} would write to a value of which each rank has a summand, a DTensor of placements"
-            f" {tuple(x.placements)}; call x.full_tensor() first, on every rank"
+            f" {tuple(x.placements)}; call x.full_tensor() first, on every rank{in_a_step()}"
         )
 
 
+def _can_be_summands(x: DTensor, whole: torch.Tensor) -> bool:
+    """Whether `keep_part` can: of summands, and of norms of parts, whose norm is no negative number."""
+    partial = [one for one in x.placements if one.is_partial()]
+    if any(one.reduce_op not in ("sum", *_ALIKE) for one in partial if isinstance(one, Partial)):
+        return False
+    return not any(hasattr(one, "norm_type") for one in partial) or bool((whole >= 0).all())
+
+
 def keep_part(x: DTensor, whole: torch.Tensor) -> None:
-    """Write this rank's part of `whole` into `x`."""
-    part = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
-    x.to_local().copy_(part.to_local())
+    """Write this rank's part of `whole` into `x`; a sum over ranks is the first one's, others have zeros."""
+    placements = [Replicate() if one.is_partial() else one for one in x.placements]
+    part = distribute_tensor(whole, x.device_mesh, placements, src_data_rank=None).to_local()
+    is_zero = any(
+        isinstance(one, Partial) and one.reduce_op not in _ALIKE and x.device_mesh.get_local_rank(axis)
+        for axis, one in enumerate(x.placements)
+    )
+    x.to_local().copy_(torch.zeros_like(part) if is_zero else part)
 
 
 def _whole_of(item: Any, like: DTensor) -> Any:
@@ -188,8 +204,10 @@ def _read_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @torch.no_grad()
 def _fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
-    """`x.fill_(value)` of a value without dims, which is also what `x[...] = 0` calls."""
+    """`x.fill_(value)`, also of a value without dims, which is what `x[...] = 0` calls."""
     x, value = args
+    if any(placement.is_partial() for placement in x.placements):
+        return write_whole(op, args, kwargs)
     x.to_local().fill_(_whole_of(value, x))
     return x
 

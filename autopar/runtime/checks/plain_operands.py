@@ -2,6 +2,7 @@
 list of both is refused by name.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,9 +82,8 @@ _OF_LISTS = tuple(
 )
 _PLAIN_STATE = (
     "{} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
-    " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
-    " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
-    " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too."
+    " If an optimizer does it, which makes plain state of its own or was given one device's, call"
+    " autopar.step_on_whole(optimizer) right after it is made: each step then has whole tensors."
     " What copies weights into new layers, as resize_token_embeddings, is called before autopar.compile"
 )
 
@@ -93,6 +93,19 @@ def handle_plain_operands() -> None:
     handle_dtensor_ops(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_READS, _read))
     handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
     handle_dtensor_ops(dict.fromkeys(_OF_LISTS, _write_lists))
+
+
+def in_a_step() -> str:
+    """The remedy where an op is of an optimizer's step, to be said behind what else there is to do; "" elsewhere."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return (
+        f". It is in a step of {type(frame.f_locals['self']).__name__}, whose update needs whole weights: call"
+        " autopar.step_on_whole(optimizer) right after it is made"
+    )
 
 
 def is_of_stages(mesh: DeviceMesh) -> bool:
@@ -114,7 +127,8 @@ def of_first(x: torch.Tensor, like: DTensor) -> DTensor:
         )
     is_alike = x.shape == like.shape and not any(placement.is_partial() for placement in like.placements)
     placements = like.placements if is_alike else [Replicate()] * like.device_mesh.ndim
-    return distribute_tensor(x.detach().to(like.device), like.device_mesh, placements)
+    # torch writes the first rank's values into what it is given
+    return distribute_tensor(x.detach().to(like.device, copy=True), like.device_mesh, placements)
 
 
 def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -123,7 +137,7 @@ def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise AutoparError(
             f"{op} was called with a plain tensor beside a DTensor: a layer or method of a compiled model was called by"
             " itself, or its parameter used outside. Call the model, or compile that layer as a model of its own, or"
-            " give distribute_tensor(x, p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+            f" give distribute_tensor(x, p.device_mesh, [Replicate()] * p.device_mesh.ndim){in_a_step()}"
         )
     with as_torch_does(op):
         return op(*args, **kwargs)

@@ -20,7 +20,7 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
-_MARK = "_autopar_local_step"
+OWN_STEP = "_autopar_local_step"  # marks a step that is autopar's
 # Of parameters that a GPU updates together, if none is larger: launches of fewer bytes take longer than their work.
 TOGETHER_BYTES = 64 * 2**20
 
@@ -31,7 +31,7 @@ def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.opti
     `before` is called first, with the DTensors in their place. One whose `step` was replaced by `offload_optimizer`,
     which knows parameters by their identity, stays as it is.
     """
-    if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer, "_autopar_step") or hasattr(optimizer.step, _MARK):
+    if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer, "_autopar_step") or hasattr(optimizer.step, OWN_STEP):
         return
     if not _has_dtensors(optimizer):
         return
@@ -40,7 +40,7 @@ def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.opti
 
 def is_on_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is within a step on parts, which it has in place of its DTensors."""
-    return hasattr(optimizer.step, _MARK) and not _has_dtensors(optimizer)
+    return hasattr(optimizer.step, OWN_STEP) and not _has_dtensors(optimizer)
 
 
 def _has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -62,7 +62,7 @@ def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer]
         with _on_known_parts(self, known):
             return step()
 
-    setattr(on_parts, _MARK, True)
+    setattr(on_parts, OWN_STEP, True)
     return on_parts
 
 

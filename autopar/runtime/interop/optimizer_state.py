@@ -17,6 +17,7 @@ from autopar.runtime.interop.full_state import all_called, plain_copy
 from autopar.runtime.interop.local_step import step_on_parts
 from autopar.runtime.interop.optimizer_stages import whole_optimizer_state
 from autopar.runtime.interop.plain_layers import check_plain_layers
+from autopar.runtime.interop.whole_step import is_on_whole
 from autopar.runtime.module_runtime import Runtime
 from autopar.runtime.pipeline.stage_gradient import take_as_single
 from autopar.runtime.rank_agreement import is_first
@@ -56,8 +57,8 @@ class FullOptimizerState(nn.Module):
 @functools.cache
 def cut_loaded_state() -> None:
     """From now on each optimizer of the process that was given whole state has its parts before its next step, which
-    is on parts if it can be; Adafactor over weights in parts is refused, SparseAdam, and gradients of layers outside of
-    a compiled model that differ between its ranks.
+    is on parts if it can be, or on the whole where `step_on_whole` says so; Adafactor over weights in parts is refused,
+    SparseAdam, and gradients of layers outside of a compiled model that differ between its ranks.
     """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
@@ -74,6 +75,9 @@ def cut_loaded_state() -> None:
         cut(optimizer)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_on_whole(optimizer):
+            check_plain_layers(optimizer)
+            return
         if isinstance(optimizer, torch.optim.Adafactor):
             _check_whole(optimizer)
             take_as_single(x.grad for group in optimizer.param_groups for x in group["params"])
@@ -90,10 +94,11 @@ def _check_whole(optimizer: torch.optim.Optimizer) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements):
             raise AutoparError(
-                f"{type(optimizer).__name__} divides by means over the rows and columns of each weight and by its norm,"
-                f" and a rank has a part of a weight of shape {tuple(parameter.shape)}, a DTensor of placements"
-                f" {tuple(parameter.placements)}: expected an optimizer that updates element by element (AdamW, SGD,"
-                " Rprop, ...), or weights that pins= of autopar.compile stores whole ('B' for each axis of the mesh)"
+                f"{type(optimizer).__name__} divides by means over the rows and columns of each weight, of which a rank"
+                f" has a part (shape {tuple(parameter.shape)}, a DTensor of placements {tuple(parameter.placements)}):"
+                " call autopar.step_on_whole(optimizer) right after it is made, take an optimizer that updates element"
+                " by element (AdamW, SGD, Rprop, ...), or store weights whole by pins= of autopar.compile ('B' for each"
+                " axis of the mesh)"
             )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import autopar
 from tests.journey.case import FORWARD, PP, Numbers, Run, case
 from tests.journey.cases.training import trained
 from tests.journey.stack import Stack, batch
@@ -150,7 +151,7 @@ def rprop(run: Run) -> Numbers:
     return by(run, torch.optim.Rprop, lr=0.01)
 
 
-@case(refused="Adafactor divides by means over the rows.*expected an optimizer.*pins=")
+@case(refused="Adafactor divides by means over the rows.*step_on_whole.*pins=")
 def adafactor(run: Run) -> Numbers:
     """Adafactor: row and column means of squares, and the root mean square of each weight"""
     return by(run, torch.optim.Adafactor, lr=0.1)
@@ -310,3 +311,42 @@ def parameter_moved_to_another_group(run: Run) -> Numbers:
             group["params"] = [p for p in group["params"] if all(p is not other for other in moved)]
             optimizer.add_param_group({"params": moved, "lr": 0.01})
     return losses | run.parameters(model)
+
+
+@case(refused={PP: "step_on_whole: this rank has the parameters of its own stages only"}, peers=False)
+def adafactor_on_whole_weights(run: Run) -> Numbers:
+    """autopar.step_on_whole(Adafactor(...)), which gathers weights in each step"""
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return autopar.step_on_whole(torch.optim.Adafactor(model.parameters(), lr=0.1))
+
+    return trained(run, Stack(), optimizer, steps=LAST)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Its state are products of a gradient's rows, as plain tensors of its shape."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                rows = p.grad.view(len(p), -1)
+                if not self.state[p]:
+                    self.state[p]["left"] = torch.eye(len(p))
+                left = self.state[p]["left"].add_(rows @ rows.T)
+                p.sub_(group["lr"] * torch.linalg.solve(left, rows).view_as(p))
+
+
+@case(refused="call autopar.step_on_whole", peers=False)
+def shampoo(run: Run) -> Numbers:
+    """An optimizer with plain state of its own, as Shampoo, SOAP and Prodigy have"""
+    return trained(run, Stack(), lambda model: Shampoo(model.parameters()), steps=LAST)
+
+
+@case(on=FORWARD, peers=False)
+def shampoo_on_whole_weights(run: Run) -> Numbers:
+    """The same by autopar.step_on_whole(optimizer)"""
+    return trained(run, Stack(), lambda model: autopar.step_on_whole(Shampoo(model.parameters())), steps=LAST)

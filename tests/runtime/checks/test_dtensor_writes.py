@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.checks.dtensor_writes import handle_writes
@@ -120,7 +120,9 @@ def test_a_read_is_that_of_one_device(ranks4: Ranks) -> None:
 def written_by_each_rank() -> torch.Tensor:
     handle_writes()
     x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), LAYOUTS[0])
-    x[3:].copy_(torch.full((5, 6), float(torch.distributed.get_rank())))
+    own = torch.full((5, 6), float(torch.distributed.get_rank()))
+    x[3:].copy_(own)
+    assert (own == torch.distributed.get_rank()).all()
     return x.full_tensor()
 
 
@@ -131,19 +133,43 @@ def test_of_plain_tensors_that_differ_the_first_ranks_is_taken(ranks4: Ranks) ->
     assert all(torch.equal(found, expected) for found in ranks4.run(written_by_each_rank))
 
 
-def written_to_summands() -> str:
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda x: x.sum(0).abs_().sqrt_(),
+    "mean": lambda x: x.mean().add_(1.0),
+    "largest": lambda x: x.max().sub_(7.0),
+    "norm": lambda x: x.norm().clamp_(max=1.0),
+    "filled": lambda x: x.sum().fill_(3.0),
+    "at an index": lambda x: x.sum(0).index_fill_(0, torch.tensor([1]), -1.0),
+    "another of the same memory": lambda x: (total := x.square().sum(), total.detach().sqrt_())[0],
+}
+
+
+def written_to_summands(name: str) -> torch.Tensor:
     handle_writes()
-    x = DTensor.from_local(torch.ones(4, 4), device_mesh((4,), ("a",)), [Partial()])
+    x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), [Shard(0), Shard(1)])
+    return SUMS[name](x).full_tensor()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", SUMS)
+def test_writes_to_sums_over_ranks_are_those_of_one_device(ranks4: Ranks, name: str) -> None:
+    expected = SUMS[name](whole())
+    assert all(torch.allclose(found, expected) for found in ranks4.run(written_to_summands, name))
+
+
+def negative_norm() -> str:
+    handle_writes()
+    x = distribute_tensor(whole(), device_mesh((4,), ("a",)), [Shard(0)])
     try:
-        x[torch.tensor([1])] = 0.0
+        x.norm().neg_()
     except AutoparError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.multirank
-def test_a_write_to_summands_is_refused(ranks4: Ranks) -> None:
-    assert all("call x.full_tensor() first" in error for error in ranks4.run(written_to_summands))
+def test_a_norm_that_becomes_negative_is_refused(ranks4: Ranks) -> None:
+    assert all("call x.full_tensor() first" in error for error in ranks4.run(negative_norm))
 
 
 def stepped_by_other_parts() -> str:
