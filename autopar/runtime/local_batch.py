@@ -44,7 +44,8 @@ class LocalBatch:
             raise AutoparError(
                 f"this rank, {index} on axis {name}, gives {rows} rows, its share is"
                 f" {sizes[index] * len(sizes) // self.num_parts} of shares {sizes}: give it as many, or every rank the"
-                ' whole batch (batch="global"), which may have any size'
+                ' whole batch (batch="global"), which may have any size; StatefulSampler(..., drop_last=True) gives'
+                " full steps alone"
             )
         return units * sum(sizes)
 

@@ -19,17 +19,25 @@ class StatefulSampler(Sampler[list[int]]):
     The order of an epoch's samples follows from the seed and the epoch alone, and the state is a position in it, the
     same on all ranks. So it may be loaded under other shares and on another number of ranks: no sample of an epoch is
     lost or repeated. The last step of an epoch has what is left, in proportion to the shares; a rank may have none of
-    it, and then gives an empty list. `state_dict` and `load_state_dict` are those of torchdata's Stateful protocol:
-    torchdata's StatefulDataLoader keeps the state of the batches that were taken, not of those fetched ahead.
+    it, and then gives an empty list. With `drop_last` what is left is in no step, other samples in each epoch: a model
+    with batch="local" takes full steps alone. `state_dict` and `load_state_dict` are those of torchdata's Stateful
+    protocol: torchdata's StatefulDataLoader keeps the state of the batches that were taken, not of those fetched ahead.
     """
 
     def __init__(
-        self, num_samples: int, shares: Sequence[int], rank: int, *, shuffle: bool = True, seed: int = 0
+        self,
+        num_samples: int,
+        shares: Sequence[int],
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
         if type(num_samples) is not int or num_samples < 1:
             raise AutoparError(f"num_samples= expects a positive number, found {num_samples!r}")
         self.num_samples, self.shuffle, self.seed, self.rank = num_samples, shuffle, seed, rank
-        self.epoch = 0
+        self.epoch, self.drop_last = 0, drop_last
         self._position = 0  # samples of the epoch that all ranks together were given
         self._shares = _checked(shares, rank)
         self._later: dict[int, tuple[int, ...]] = {}  # position -> shares from there on
@@ -69,6 +77,8 @@ class StatefulSampler(Sampler[list[int]]):
         order = self._order()
         while self._position < self.num_samples:
             self._take_effect()
+            if self.drop_last and sum(self._shares) > self.num_samples - self._position:
+                break
             sizes = _sizes(self._shares, self.num_samples - self._position)
             start = self._position + sum(sizes[: self.rank])
             self._position += sum(sizes)
@@ -77,7 +87,8 @@ class StatefulSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches that are left of the epoch under the present shares."""
-        return -(-(self.num_samples - self._position) // sum(self._shares))
+        num_full, left = divmod(self.num_samples - self._position, sum(self._shares))
+        return num_full + (left > 0 and not self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, equal on all ranks that were given as many batches."""

@@ -59,6 +59,27 @@ def test_ranks_have_their_shares_and_epochs_their_orders() -> None:
     assert sorted(given_out) == list(range(20))
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 40), SHARES, SHARES)
+def test_only_full_steps_without_the_last(num_samples: int, first: list[int], then: list[int]) -> None:
+    """Each rank has its share in each step, no sample is in two, and what is left is less than a step."""
+    samplers = [StatefulSampler(num_samples, first, rank, drop_last=True) for rank in range(len(first))]
+    iterators, seen, shares = [iter(sampler) for sampler in samplers], list[int](), first
+    assert len(samplers[0]) == num_samples // sum(first)
+    for number in range(num_samples + 1):
+        if number == 2:
+            shares = (then * 5)[: len(first)]
+            for sampler in samplers:
+                sampler.set_shares(shares)
+        batches = [next(iterator, None) for iterator in iterators]
+        if None in batches:
+            break
+        assert [len(batch or ()) for batch in batches] == shares
+        seen += [index for batch in batches for index in batch or ()]
+    assert batches == [None] * len(first) and all(sampler.epoch == 1 for sampler in samplers)
+    assert len({*seen}) == len(seen) and num_samples - len(seen) < sum(shares)
+
+
 def test_a_data_loader_fetches_its_batches() -> None:
     sampler = StatefulSampler(10, [2, 3], 1, shuffle=False)
     assert [batch.tolist() for batch in DataLoader(range(10), batch_sampler=sampler)] == [[2, 3, 4], [7, 8, 9]]
