@@ -20,12 +20,13 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.work_bound import work_s
 from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.graph import Graph
-from autopar.mesh import Devices, Mesh, SeenShares
+from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import ENOUGH_GAP
 from autopar.planner.request import PlanRequest
+from autopar.planner.row_costs import by_parts, rows_seen
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.seen_rank import in_shares, view_of
 from autopar.plans.serialise import HandCosts
@@ -172,6 +173,8 @@ class _OnMesh:
                 best = replace(balanced, plan=fitting)
             ((_, sizes),) = plain(balanced.plan.mesh).shares
         assert best is not None, "without a plan there is an error"
+        if best.plan.step_s >= self.to_beat_s:
+            return best.plan
         return replace(best.plan, hand=dict(best.plan.hand) | self._in_other_shares(best))
 
     def _fewer(self, sizes: tuple[int, ...], error: "_TooMany") -> tuple[int, ...]:
@@ -275,7 +278,7 @@ class _OnMesh:
         Another rank has no larger peak than one with as many rows or more, so that it is not predicted where that fits.
         """
         most, peaks = math.inf, seen.plan.peak_bytes
-        for view in sorted(seen.views, key=lambda view: (-_rows(view), view is not seen.plan)):
+        for view in sorted(seen.views, key=lambda view: (-rows_seen(view), view is not seen.plan)):
             if self.predict is None:
                 peak = sum(view.memory_bytes)
             elif most <= view.memory_limit_bytes and view is not seen.plan:
@@ -290,17 +293,22 @@ class _OnMesh:
         return replace(seen.plan, peak_bytes=peaks)
 
     def _balanced(self, seen: "_PlanOnGroups") -> "_PlanOnGroups":
-        """The same choices in the shares that follow from the speeds of the groups, as often as that gains."""
-        best = seen
+        """The same choices in the shares that follow from the speeds of the groups, as often as that gives others."""
+        best, now = seen, seen
+        costs = [by_parts(view) for view in seen.views]
         for _ in range(_MOST_ROUNDS):
+            for group, view in enumerate(now.views):
+                row_bytes, spare = costs[group].row_bytes, self._limit(group) - view.memory_bytes[0]
+                self.most_rows[group] = max(1, min(self.num_rows, math.floor(rows_seen(view) + spare / row_bytes)))
             try:
-                sizes = self._shares([self._speed(best, group) for group in range(len(best.views))])
+                sizes = self._shares([of_row.speed(view) for of_row, view in zip(costs, now.views)])
             except InfeasibleError:
                 break
-            tried = self._in_sizes(best, sizes)
-            if tried.plan.step_s >= best.plan.step_s:
+            before, now = now, self._in_sizes(now, sizes)
+            if now is before:
                 break
-            best = tried
+            costs = [of_row.learned(*views) for of_row, views in zip(costs, zip(before.views, now.views))]
+            best = now if now.plan.step_s < best.plan.step_s else best
         return replace(best, plan=replace(best.plan, found_by=seen.plan.found_by, hand=seen.plan.hand))
 
     def _in_sizes(self, seen: "_PlanOnGroups", sizes: tuple[int, ...]) -> "_PlanOnGroups":
@@ -308,22 +316,6 @@ class _OnMesh:
         if plain(seen.plan.mesh).shares == ((0, sizes),):
             return seen
         return self._seen(in_shares(seen.plan.assignment, {0: sizes}), replace(self.mesh, shares=((0, sizes),)))
-
-    def _speed(self, seen: "_PlanOnGroups", group: int) -> DeviceSpeed:
-        """The seconds of a group's rank by its rows, from two numbers of rows; notes how many its memory holds."""
-        view = seen.views[group]
-        ((_, rows),) = plain(view.mesh).shares
-        own = max(self.ranks[group], key=rows.__getitem__)
-        here, there = rows[own], rows[own] // 2 if rows[own] > 1 else 2
-        other = max((rank for rank in range(len(rows)) if rank != own), key=rows.__getitem__)
-        sizes = [there if rank == own else size for rank, size in enumerate(rows)]
-        sizes[other] = max(1, rows[other] + here - there)
-        moved = self._view(view.assignment, replace(self.mesh, shares=((0, tuple(sizes)),)), group)
-        row_s = max((view.step_s - moved.step_s) / (here - there), 1e-15)
-        row_bytes = max((view.memory_bytes[0] - moved.memory_bytes[0]) / (here - there), 1e-9)
-        spare = self._limit(group) - view.memory_bytes[0]
-        self.most_rows[group] = max(1, min(self.num_rows, math.floor(here + spare / row_bytes)))
-        return DeviceSpeed(row_s, max(0.0, view.step_s - row_s * here))
 
     def _in_other_shares(self, seen: "_PlanOnGroups") -> dict[str, HandCosts]:
         """The same choices in equal shares, and by peak flop/s (Jia et al., "Whale", USENIX ATC 2022, section 4.2)."""
@@ -377,11 +369,6 @@ class _TooMany(Exception):
     def __init__(self, group: int, reason: InfeasibleError) -> None:
         super().__init__(str(reason))
         self.group, self.reason = group, reason
-
-
-def _rows(view: Plan) -> int:
-    """The rows of the batch of the rank that sees the plan so; 0 if all have equally many."""
-    return next((rows[rows.seen] for _, rows in view.mesh.shares if isinstance(rows, SeenShares)), 0)
 
 
 def plain(mesh: Mesh) -> Mesh:

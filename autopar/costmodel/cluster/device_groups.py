@@ -130,9 +130,12 @@ def ranks_of(cluster: Cluster, size: int) -> tuple[range, ...]:
     assert cluster.groups is not None, "a cluster of groups"
     counts = [count for count, _ in cluster.groups.members]
     if any(count * size % sum(counts) for count in counts):
+        least = sum(counts) // math.gcd(*counts)
+        fitting = [str(more) for more in range(least, sum(counts) + 1, least) if sum(counts) % more == 0]
         raise ValueError(
             f"the outermost axis of the mesh has {size} ranks, which are no whole number of ranks for each of the"
-            f" groups of {' and '.join(map(str, counts))} devices"
+            f" groups of {' and '.join(map(str, counts))} devices; a rank of it, or a stage, has devices of one group:"
+            f" take an axis of {' or '.join(fitting)} ranks, or leave devices out"
         )
     ends = [sum(counts[: number + 1]) * size // sum(counts) for number in range(len(counts))]
     return tuple(range(end - count * size // sum(counts), end) for end, count in zip(ends, counts))
