@@ -207,7 +207,7 @@ def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
 
 
 def _in_place_of(old: nn.Parameter, new: torch.Tensor, fqn: str) -> nn.Parameter:
-    """`old` with the content of `new`."""
+    """`old` with the content of `new`, and its own hooks, which torch leaves with the content."""
     if old is new:
         return old
     if weakref.getweakrefs(old):
@@ -215,7 +215,9 @@ def _in_place_of(old: nn.Parameter, new: torch.Tensor, fqn: str) -> nn.Parameter
             f"parameter {fqn} cannot be sharded at the first call, because there are weak references to it; give"
             " example args= or kwargs= to autopar.compile, so that it is sharded at once"
         )
+    on_gradient, on_accumulated = old._backward_hooks, old._post_accumulate_grad_hooks
     torch.utils.swap_tensors(old, new)
+    old._backward_hooks, old._post_accumulate_grad_hooks = on_gradient, on_accumulated
     return old
 
 

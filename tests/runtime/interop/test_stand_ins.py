@@ -160,3 +160,35 @@ def test_stages_have_what_was_written_before_the_first_step(ranks4: Ranks, by_ha
     expected = model.apply(initialise)(torch.arange(8)).detach()
     for found in ranks4.run(with_stages, by_hand):
         assert_close(found["loss"], expected)
+
+
+def updated_in_hooks(is_ranked: bool) -> list[float]:
+    """Losses where hooks that are set before the first call update the parameters, until one is removed."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.linspace(-1, 1, 32).view(8, 4)
+    if is_ranked:
+        model = autopar.compile(model, device_mesh((4,), ("dp",)), cluster="free-links")
+
+    @torch.no_grad()
+    def update(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad)
+        p.grad = None
+
+    removed = [p.register_hook(lambda g: 2 * g) for p in model.parameters()]
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    losses = []
+    for number in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if number == 1:
+            removed[0].remove()
+    return losses
+
+
+@pytest.mark.multirank
+def test_hooks_on_gradients_that_are_set_before_the_first_call_stay(ranks4: Ranks) -> None:
+    expected = updated_in_hooks(False)
+    assert all(found == pytest.approx(expected, rel=1e-4) for found in ranks4.run(updated_in_hooks, True))
