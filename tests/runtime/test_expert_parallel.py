@@ -103,3 +103,24 @@ def test_ranks_whose_experts_have_no_rows_train_like_one_device(ranks4: Ranks, n
     for report in ranks4.run(train_one_sided, num_chosen, plan):
         assert report["found"][0] < TOLERANCE, report
         assert any(one.kind == "all_to_all" for one in report["issued"])
+
+
+def three_rows() -> Case:
+    """A model and a batch that four ranks do not divide, but its tokens."""
+    case = built("Mixtral", 2)
+    return case._replace(kwargs={name: x[:3] for name, x in case.kwargs.items()})
+
+
+def train_three_rows(plan: Plan) -> dict[str, Any]:
+    """On every rank: a step beside one device."""
+    truth, mesh = forward_backward(three_rows()), device_mesh(plan.mesh.shape, plan.mesh.axis_names)
+    case = under(plan, three_rows(), mesh)
+    return {"found": worst(forward_backward(case), truth, 1e-6), "issued": issued(case, mesh)}
+
+
+@pytest.mark.multirank
+def test_tokens_of_a_batch_that_ranks_do_not_divide_are_exchanged(ranks4: Ranks) -> None:
+    plan = plan_called("megatron:ep=4,zero2", traced(three_rows()), Mesh((4,), ("dp",)))
+    for report in ranks4.run(train_three_rows, plan):
+        assert report["found"][0] < TOLERANCE, report
+        assert any(one.kind == "all_to_all" for one in report["issued"])

@@ -7,6 +7,7 @@ from functools import partial
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.inference.for_inference import tracked
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
+from autopar.sbp.analysis.expert_routing import routed_signatures
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
 from autopar.sbp.analysis.stacked_weights import stacked_products
 from autopar.sbp.placement import I, P, Placement, R
@@ -39,7 +40,8 @@ def follow_batch(
     """
     at_experts = _at_experts(graph, options) if is_by_expert else {}
     stacks = graph.once(stacked_products) if is_by_expert and not at_experts else {}
-    options = partial(_of_kind, partial(_by_stack, options, stacks), at_experts)
+    routed = graph.once(routed_signatures).keys() if at_experts else frozenset[str]()
+    options = partial(_of_kind, partial(_by_stack, options, stacks), at_experts, routed)
     placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
     placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
     chosen: dict[str, Signature] = {}
@@ -84,10 +86,14 @@ def _by_stack(options: Options, stacks: Mapping[str, tuple[int, Signature]], op:
     return tuple(option for option in found if option.signature == wanted) or found
 
 
-def _of_kind(options: Options, at_experts: Mapping[str, str], op: Op) -> tuple[Option, ...]:
-    """The options of an op at the experts with its role there (`_at_experts`), and of others all elsewhere."""
+def _of_kind(options: Options, at_experts: Mapping[str, str], routed: Set[str], op: Op) -> tuple[Option, ...]:
+    """The options of an op at the experts with its role there (`_at_experts`), of others `routed` with them those that
+    have a rank's own tokens, also where the batch is whole, and of all others all elsewhere.
+    """
     if op.name not in at_experts:
-        return tuple(option for option in options(op) if not _is_at_experts(option))
+        elsewhere = tuple(option for option in options(op) if not _is_at_experts(option))
+        own = tuple(option for option in elsewhere if is_own(option)) if op.name in routed else ()
+        return own or elsewhere
     there = (option for option in options(op) if _is_at_experts(option))
     return tuple(option for option in there if option.signature.role == at_experts[op.name])
 
