@@ -299,6 +299,11 @@ def test_letters_of_a_published_plan_are_its_mesh_and_stages():
     assert (more.written.experts, more.written.tensor) == (8, 2)
 
 
+def test_experts_lie_on_all_ranks_of_a_stage_where_a_row_does_not_say():
+    (row,) = h100_rows([_h100_row("gpt-oss-120b", source="automodel", fsdp="64", ep="")])
+    assert (row.written.experts, row.written.data) == (64, 64)
+
+
 def test_a_library_sends_a_row_of_experts_once_to_each_place():
     """Against draws: 8 of 128 experts, 16 on each of 8 ranks; and 8 of 256 on at most 4 of 8 nodes."""
     draw = Random(0)
@@ -306,6 +311,11 @@ def test_a_library_sends_a_row_of_experts_once_to_each_place():
     deep_ep = {"technique": "TE DeepEP forced balance", "ep": "8", "gpus": "8", "global_batch": "512"}
     (here,) = h100_rows([_h100_row("qwen3-30b-a3b", fsdp="8", **deep_ep)])
     assert here.cluster(()).kind_factors["all_to_all"] == pytest.approx(sum(drawn) / len(drawn) / 8, rel=0.01)
+    automodel = {**deep_ep, "source": "automodel"}
+    (in_turn,) = h100_rows([_h100_row("qwen3-30b-a3b", fsdp="8", **automodel)])
+    assert in_turn.cluster(()).kind_factors["all_to_all"] == 1 / 8  # 16 experts on a rank, 8 in turn on one
+    (between,) = h100_rows([_h100_row("moonlight-16b-a3b", fsdp="8", **automodel)])  # 8 on a rank, 6 in turn
+    assert between.cluster(()).kind_factors["all_to_all"] == pytest.approx((1 + 2 + 2 + 1) / 4 / 6)
     columns = {"source": "megatron-bridge", "tp": "2", "pp": "8", "ep": "64", "gpus": "1024", "global_batch": "8192"}
     (far,) = h100_rows([_h100_row("deepseek-v3", **columns)])
     assert far.cluster(()).kind_factors["all_to_all"] == 4 / 8 / 2 and far.library.hides == "all"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import ProductShare
@@ -18,7 +19,6 @@ FP8_CAST_BYTES = 2 + 2 + 1
 # documentation, "Handling transposes").
 TE_CAST_BYTES = 2 + 2 + 1 + 1
 _FILE, _TORCHTITAN = "h100_published.csv", "torchtitan"
-# Ranks of a node that share a set of experts where a row does not say how many do.
 _NODE = 8
 _builder = cache(builder)  # the same function for the same sizes, so that a model is traced once
 
@@ -96,7 +96,8 @@ def _rows_sent(row: Mapping[str, str]) -> float:
     Megatron-Core's tensor ranks send a part of the sequence each (`expert_tensor_parallel_size=1` in Megatron-Bridge's
     recipes), where each sends all to the part of an expert here. DeepEP, which its recipe for DeepSeek-V3 on H100
     enables too, sends a row once to a rank of its node, and once to another node, which forwards it (README of DeepEP):
-    of k experts drawn evenly on n of these n (1 - (1 - 1/n)^k), on a limited number of groups at most those.
+    of k experts drawn evenly on n of these n (1 - (1 - 1/n)^k), on a limited number of groups at most those, and of
+    those that AutoModel's balanced router gives in turn their number of places.
     """
     if _num_experts(row) == 1:
         return 1.0
@@ -104,12 +105,28 @@ def _rows_sent(row: Mapping[str, str]) -> float:
     if "DeepEP" not in row["technique"] and not (_is_megatron(row) and row["model"] == "deepseek-v3"):
         return share
     config, ranks = config_of(row["model"]), _num_experts(row)
-    places = ranks if ranks <= _NODE else ranks // _NODE
-    drawn = places * (1 - (1 - 1 / places) ** config.num_experts_per_tok)
+    places, num_chosen = ranks if ranks <= _NODE else ranks // _NODE, config.num_experts_per_tok
+    if row["source"].startswith("automodel") and "forced balance" in row["technique"]:
+        return share * _num_places(_total_experts(config), num_chosen, places) / num_chosen
+    drawn = places * (1 - (1 - 1 / places) ** num_chosen)
     groups = getattr(config, "n_group", None) or 1
     if groups > 1:
         drawn = min(drawn, places * config.topk_group / groups)
-    return share * drawn / config.num_experts_per_tok
+    return share * drawn / num_chosen
+
+
+def _total_experts(config: Any) -> int:
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
+
+
+def _num_places(num_experts: int, num_chosen: int, places: int) -> float:
+    """The mean number of places, with as many experts each, of a token to which AutoModel's balanced router gives the
+    next experts in turn (`FakeBalancedGate` in its nemo_automodel/components/moe/layers.py).
+    """
+    first = range(0, num_experts * num_chosen, num_chosen)
+    each = [{(i + j) % num_experts * places // num_experts for j in range(num_chosen)} for i in first]
+    return sum(map(len, each)) / len(each)
 
 
 def _letters(row: Mapping[str, str]) -> str:
@@ -162,9 +179,11 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
 
 
 def _num_experts(row: Mapping[str, str]) -> int:
-    """The ranks that share a set of experts."""
+    """The ranks that share a set of experts: all where a row does not say, as in AutoModel's recipes of such rows
+    (`ep_size` in examples/benchmark/configs/gptoss_20b_te_deepep.yaml and gptoss_120b_te_deepep.yaml).
+    """
     has_experts = bool(H100_MODELS[row["model"]].head) if row["model"] in H100_MODELS else False
-    return int(row["ep"] or min(_NODE, int(row["gpus"]))) if has_experts else 1
+    return int(row["ep"] or int(row["gpus"]) // int(row["pp"])) if has_experts else 1
 
 
 # Causal attention on an H100 of 700 W, by length, Tflop/s of a forward and of a backward (Shah et al.,

@@ -112,8 +112,10 @@ SOURCES = (
         " them together, their rows would be 10, 17 and 19 % too fast. This was chosen with judged errors in sight, as"
         " was the rest but for the mending of stages that share a rank, of which one alone hid its collectives and"
         " made its casts (70B: +18 % before). Stages have as many layers each; models are priced at two depths and"
-        " taken to be linear between. A row that does not say how many ranks share a set of experts has those of a"
-        " node.",
+        " taken to be linear between. A row that does not say how many ranks share a set of experts has them on all"
+        " ranks, as AutoModel's recipes do; its balanced router gives a token the next experts in turn, which lie on"
+        " one place mostly. These two were looked up in its sources with errors of +158 and +67 % on rows that are not"
+        " in the file in sight.",
         nvidia_rows,
         (),
         (),
