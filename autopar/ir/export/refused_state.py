@@ -47,7 +47,7 @@ _SEEDED = (
     " hand the numbers in as an argument or keep them in a buffer"
 )
 _REPLACED_DATA = (
-    "the forward sets the .data of a parameter to no new tensor of its shape and dtype: expected new content, in memory"
+    "the forward sets the .data of a tensor to no new one of its shape and dtype: expected new content, in memory"
     " of its own; write it in place, by copy_ under torch.no_grad(), or around the call"
 )
 _MOVED = (
@@ -278,8 +278,8 @@ def _get_data(x: torch.Tensor) -> torch.Tensor:
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
-    """`x.data = data`; of a parameter a write of new content, after which no other tensor has its memory."""
-    if not isinstance(x, nn.Parameter):
+    """`x.data = data`: a write of new content, after which no other tensor has its memory."""
+    if not isinstance(x, nn.Parameter | FakeTensor):
         return _DATA.__set__(x, data)
     if _described(x) != _described(data) or isinstance(data, nn.Parameter) or data._is_view():
         raise TraceError(_REPLACED_DATA)

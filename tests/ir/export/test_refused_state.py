@@ -11,6 +11,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.refused_state import check_given_model
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
+from tests.ir.compare import assert_same_as_model
 
 X = torch.arange(4.0)
 
@@ -57,6 +58,24 @@ class Counting(nn.Module):
         y = self.layer(x)
         self.mean.data.mul_(0.9).add_(y.data, alpha=0.1)
         return (y * y.data * self.layer.weight.data.norm() - self.mean).sum()
+
+
+class Centred(nn.Linear):
+    """A buffer whose .data is set, as the centre of DINO's loss in lightly."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) - self.centre
+        self.centre.data = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_whose_data_is_set_is_kept() -> None:
+    model, x = Centred().double(), torch.randn(8, 4).double()
+    assert_same_as_model(trace(model, (x,), {}), model, (x,), {})
 
 
 def test_what_is_written_and_read_through_data_is_kept() -> None:
@@ -139,7 +158,7 @@ def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [
         (written, r".*changes parameter weight in place after it was read"),
         (averaged, r".*changes parameter weight in place after it was read"),
-        (shared, r"`model.weight.data = .*sets the .data of a parameter"),
+        (shared, r"`model.weight.data = .*sets the .data of a tensor"),
         (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
         (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),
         (differentiated, r"`x.sum\(\).backward\(\)`.*torch.Tensor.backward in forward is not recorded"),
