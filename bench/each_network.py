@@ -7,12 +7,12 @@ every host and which writes FOLDER/MODEL.json, the fields of a row. Needs root a
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench.emulated_cluster import emulated_cluster
-from bench.models import NETWORK_WORKLOADS
 from bench.report import Row, Table, add
 from bench.rows import parser, selected
 
@@ -46,7 +46,9 @@ def row_name(network: str, model: str) -> str:
     return f"{network}, {model}"
 
 
-ROW_NAMES = tuple(row_name(network.name, model) for network in NETWORKS for model in NETWORK_WORKLOADS)
+def row_names(models: Iterable[str]) -> tuple[str, ...]:
+    """Of each model on each network."""
+    return tuple(row_name(network.name, model) for network, model in product(NETWORKS, tuple(models)))
 
 
 def measure(network: Network, models: Sequence[str], module: str) -> list[Row]:
@@ -66,12 +68,14 @@ def _row(network: Network, model: str, path: Path, status: int) -> Row:
     return row | (json.loads(path.read_text()) if path.exists() else {"error": f"ended with {status}"})
 
 
-def measure_rows(name: str, table: Table, module: str, description: str | None) -> None:
-    """Measure the rows of `table` that the command line asks for, network by network, into bench/results/NAME."""
+def measure_rows(name: str, table: Table, module: str, description: str | None, models: Sequence[str]) -> None:
+    """Measure the rows of `table` that the command line asks for, network by network, into bench/results/NAME; of
+    `models`, those that can be run here.
+    """
     wanted = selected([table], parser(description).parse_args(), name)[table.title]
     for network in NETWORKS:
-        models = [model for model in NETWORK_WORKLOADS if row_name(network.name, model) in wanted]
-        if models:
-            print(f"{network.name}: {', '.join(models)}", file=sys.stderr, flush=True)
-            add(name, [table], {table.title: measure(network, models, module)}, {"threads a rank": 1})
+        asked = [model for model in models if row_name(network.name, model) in wanted]
+        if asked:
+            print(f"{network.name}: {', '.join(asked)}", file=sys.stderr, flush=True)
+            add(name, [table], {table.title: measure(network, asked, module)}, {"threads a rank": 1})
     print(f"written to bench/results/{name}.md and {name}.json")

@@ -105,11 +105,6 @@ def receivers(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
     return found if all(hasattr(one.node, "in_flight") for one in found) else ()
 
 
-def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Receiver, ...]:
-    """The `receivers` of `tensors`; () within `in_turn`, where none waits."""
-    return () if _num_in_turn else receivers(tensors)
-
-
 def wide_of(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
     """The dtype in which gradients of `tensors` are taken, if it is another than theirs."""
     return _wide_of(receivers(tensors))

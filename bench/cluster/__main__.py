@@ -1,17 +1,21 @@
-"""Steps of autopar beside those of DDP, FSDP2 and tensor parallelism on networks of this machine, in one run.
+"""Steps of autopar beside those of libraries on networks of this machine, in one run.
 
     python -m bench.cluster [--rows 'loopback|4x1 1gbit'] [--resume]
 
 A network is calibrated, then autopar, with the mesh left open and in each library's layout, and the libraries take
 turns in the same processes. Before it is timed, every variant trains a few steps whose losses must be those of one
-process. Needs root and iproute2, but for the loopback of one host.
+process. Needs root and iproute2, but for the loopback of one host; for titan-llama also torchtitan, which `make
+test-trainers` installs in .venv-trainers.
 """
 
+from importlib.util import find_spec
 from statistics import median
 
+from bench.cluster.libraries import BUCKETS_MB, DDP, LIBRARIES, variants_of
 from bench.cluster.picture import draw
-from bench.cluster.run_ranks import BUCKETS_MB, DDP, FLOOR, OWN, ROUNDS, SAME, variants_of
-from bench.each_network import ROW_NAMES, measure_rows
+from bench.cluster.run_ranks import FLOOR, OWN, ROUNDS, SAME
+from bench.each_network import measure_rows, row_names
+from bench.models import CLUSTER_WORKLOADS, TITAN
 from bench.networks.run_ranks import MOST_STEPS
 from bench.report import RESULTS, Cells, Row, Table, load
 
@@ -30,7 +34,7 @@ def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
 
 def fastest(seconds: Seconds, library: str = "") -> str:
     """The variant of least median time, of a library or of all."""
-    by_hand = [name for one in ([library] if library else SAME) for name in variants_of(one, seconds)]
+    by_hand = [name for one in ([library] if library else LIBRARIES) for name in variants_of(one, seconds)]
     return min(by_hand, key=lambda name: median(seconds[name]))
 
 
@@ -60,8 +64,10 @@ TABLE = Table(
     "Training steps (forward, backward, AdamW) of four gloo ranks in network namespaces whose links tc limits, one"
     f" thread a rank, ratios of {ROUNDS} rounds of up to {MOST_STEPS} steps in turn: median, least and most. autopar:"
     " mesh left open, planned for the network's own calibration. As a library: the same layout, run by autopar, over"
-    f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). Floor of DDP: its compute and one all-reduce of"
-    " all gradients at once, of which none waits for the other.",
+    f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). Among the best by hand are also HSDP, of two"
+    " replicas, and pipelining: 1F1B of four stages, where torch.distributed.pipelining can cut the model."
+    " titan-llama: torchtitan's Llama 3 under its own parallelize_llama. Floor of DDP: its compute and one all-reduce"
+    " of all gradients at once, of which none waits for the other.",
     (
         "network",
         "model",
@@ -72,14 +78,15 @@ TABLE = Table(
         *(f"as {library}" for library in SAME),
         "as DDP over its floor",
     ),
-    ROW_NAMES,
+    row_names(CLUSTER_WORKLOADS),
     cells,
 )
 
 
 def main() -> None:
     """Measure the rows that are asked for, and draw all."""
-    measure_rows("cluster", TABLE, RANKS, __doc__)
+    models = [name for name in CLUSTER_WORKLOADS if name != TITAN or find_spec("torchtitan")]
+    measure_rows("cluster", TABLE, RANKS, __doc__, models)
     if rows := [row for row in load("cluster").get(TABLE.title, ()) if "error" not in row]:
         draw(rows, str(RESULTS / "cluster.png"))
 

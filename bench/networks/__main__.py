@@ -11,7 +11,8 @@ from statistics import fmean
 
 import numpy as np
 
-from bench.each_network import ROW_NAMES, measure_rows
+from bench.each_network import measure_rows, row_names
+from bench.models import NETWORK_WORKLOADS
 from bench.networks.run_ranks import FOUND, MESHES, MOST_STEPS, PRESET, ROUNDS
 from bench.report import Cells, Row, Table
 
@@ -76,14 +77,14 @@ TABLE = Table(
         "fastest, ms",
         "which is",
     ),
-    ROW_NAMES,
+    row_names(NETWORK_WORKLOADS),
     cells,
 )
 
 
 def main() -> None:
     """Measure the rows that are asked for."""
-    measure_rows("networks", TABLE, RANKS, __doc__)
+    measure_rows("networks", TABLE, RANKS, __doc__, tuple(NETWORK_WORKLOADS))
 
 
 if __name__ == "__main__":

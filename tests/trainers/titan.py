@@ -3,43 +3,31 @@
 Imported by the case alone, when torchtitan is there.
 """
 
-import os
+import tests.trainers.titan_on_cpu  # noqa: F401
+
+# isort: split
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_mask
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import utils as distributed
+from torchtitan.models import llama3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 from tests.trainers.case import LENGTH, WORDS, rows
-
-os.environ.setdefault("LOCAL_RANK", "0")
-with patch("torch._utils._get_available_device_type", lambda: "cpu"):
-    from torchtitan.tools import utils
-
-# What torch.cpu lacks of torch.cuda; torch.distributed.set_timeout, for the last of these, is not in torch 2.13.
-_KNOWN = {"current_device": 0, "get_device_name": "CPU", "reset_peak_memory_stats": None, "empty_cache": None}
-_KNOWN |= {"get_device_properties": SimpleNamespace(total_memory=2**30), "memory_stats": {}}
-utils.device_module = SimpleNamespace(
-    **vars(torch.cpu) | {name: lambda *_, known=known: known for name, known in _KNOWN.items()}
-)
-
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import utils as distributed  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention  # noqa: E402
-from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
 
 distributed.set_pg_timeouts = lambda **_: None
 WIDTH, HEADS = 32, 4
