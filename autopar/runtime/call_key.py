@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
@@ -178,6 +179,12 @@ def own_autograd() -> Iterator[None]:
 
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if forward_ad.unpack_dual(leaf).tangent is not None:
+            raise AutoparError(
+                f"an argument of shape {tuple(leaf.shape)} is a dual tensor of torch.autograd.forward_ad, whose tangent"
+                " would be lost: collectives have no derivative in forward mode. Call the model plainly, and"
+                " differentiate its output by torch.autograd.grad or torch.autograd.functional.jacobian"
+            )
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, (float, complex)):  # -0.0 is another number than 0.0, and nan is the same one each time
         return type(leaf), repr(leaf)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.journey.case import FORWARD, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
@@ -150,6 +151,16 @@ def forward_mode(run: Run) -> Numbers:
     x = torch.randn(BATCH, WIDTH)
     model = run.compile(Head(), args=(x,))
     return {"product": torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]}
+
+
+@case(on=ALONE, refused="a dual tensor of torch.autograd.forward_ad.*torch.autograd.functional.jacobian")
+def dual_numbers(run: Run) -> Numbers:
+    """torch.autograd.forward_ad: the tangent of the compiled model's output for that of an input"""
+    x = torch.randn(BATCH, WIDTH)
+    model = run.compile(Head(), args=(x,))
+    with forward_ad.dual_level():
+        output = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        return {"tangent": forward_ad.unpack_dual(output).tangent}
 
 
 @case(on=ALONE, refused="inside torch.func.grad, vmap or jvp.*torch.autograd.functional.jacobian")
