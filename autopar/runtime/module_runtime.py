@@ -19,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.inference.for_inference import for_inference
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
+from autopar.ir.outline.held_beside import moved_along
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.rarely_collected import rarely_collected
 from autopar.ir.trace_with_loss import LossFunction
@@ -334,7 +335,8 @@ class Runtime:
         program = lower(plan.graph, plan.mesh, plan.assignment)
         if program.has_random_ops:
             check_seed(self.mesh)
-        self._take_over(module, graph, plan.assignment.layouts, self.mesh)
+        with moved_along(module):
+            self._take_over(module, graph, plan.assignment.layouts, self.mesh)
         with peers_alive():
             axes = axes_of(self.mesh, program.joint_axes, plan.cluster, self.shares or program.mesh.shares)
         return load(
@@ -353,7 +355,8 @@ class Runtime:
             check_seed(self.mesh)
         mesh, _, rank = pipeline_mesh(self.mesh)
         held, layouts = held_by(plan, rank)
-        self._take_over(module, replace(graph, inputs=held), layouts, mesh)
+        with moved_along(module):
+            self._take_over(module, replace(graph, inputs=held), layouts, mesh)
         place, sizes = f"autopar/{self.name}/{self.num_met}/step", next((rows for _, rows in self.shares), ())
         return make_trainer(plan, graph, self.mesh, owners(module), place, sizes)
 

@@ -29,6 +29,27 @@ def test_random_ops_draw_as_the_model_does(name):
     assert_same_as_model(trace(case.model, case.args, case.kwargs), case.model, case.args, case.kwargs)
 
 
+class Listed(nn.Module):
+    """Reads its state from a list and a dict that hold it beside the module, as cells of recurrent libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.listed, self.named = [self.weight, self.mean], {"bias": self.bias}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.listed[1].mul_(0.9).add_(0.1 * x.mean(0))
+        return (x @ self.listed[0]).tanh() * self.named["bias"] - self.mean
+
+
+def test_parameters_and_buffers_that_are_read_from_a_list():
+    model, x = Listed().double(), torch.randn(8, 4).double()
+    graph = trace(model, (x,), {})
+    assert graph.constants == {}
+    assert_same_as_model(graph, model, (x,), {})
+
+
 def _t5():
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -31,6 +31,7 @@ from autopar.ir.inference.kv_caches import caches_numbered, check_caches
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
 from autopar.ir.outline.batched_calls import with_batches
+from autopar.ir.outline.held_beside import read_as_registered
 from autopar.ir.outline.replaced_forward import replaced_forward
 from autopar.torch_compat import FakeTensor, pytree
 
@@ -66,6 +67,7 @@ def export(
         caches_numbered(model),
         _without_dump(),
         answers_as_run(model),
+        read_as_registered(model),
         functions_kept(),
         flex_attention_kept(),
         losses_refused(model),

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.export.meta_copy import bare
+from autopar.ir.outline.held_beside import moved_along
 from autopar.runtime.checks.replaced_tensors import mark_replaced
 from autopar.runtime.dtensor_state import held, mark_stand_in, on_mesh, owners, put
 from autopar.sbp.placement import I
@@ -25,7 +26,8 @@ def stand_in(module: nn.Module, mesh: DeviceMesh) -> Own:
     places = owners(module)
     own: Own = {fqn: x for fqn, (owner, name) in places.items() if (x := owner._parameters.get(name)) is not None}
     made = {id(x): _stand_in(x, mesh) for x in own.values()}
-    put(module, {fqn: made[id(x)] for fqn, x in own.items()})
+    with moved_along(module):
+        put(module, {fqn: made[id(x)] for fqn, x in own.items()})
     return own
 
 

@@ -34,6 +34,40 @@ def call_of_its_own(run: Run) -> Numbers:
     return _steps(run, run.compile(Doubled(), args=args), args)
 
 
+class Holding(nn.Module):
+    """A layer that reads its weights and a running mean from a list, a dict and an attribute, which hold them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.listed, self.named, self.kept = [self.weight], {"own": (self.bias, 2.0)}, self.mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        (weight,), (bias, factor) = self.listed, self.named["own"]
+        return x + (x @ weight + factor * bias - self.kept).tanh()
+
+
+def _of_two_batches(run: Run, model: nn.Module, args: tuple[Any, ...]) -> Numbers:
+    numbers = _steps(run, model, args)
+    fewer = tuple(x[: BATCH // 2] for x in args)
+    return numbers | {"fewer rows": run.step(model, *fewer)} | run.gradients(model) | run.buffers(model)
+
+
+@case(on=FORWARD, peers=False)
+def weights_in_a_list(run: Run) -> Numbers:
+    """Weights and a buffer that forward reads from a list, a dict and an attribute of another name"""
+    args = batch()
+    return _of_two_batches(run, run.compile(Stack(Holding), args=args), args)
+
+
+@case(on=FORWARD, peers=False)
+def weights_in_a_list_unplanned(run: Run) -> Numbers:
+    """The same, planned in the first call"""
+    return _of_two_batches(run, run.compile(Stack(Holding)), batch())
+
+
 @case(on=FORWARD, peers=False, refused=dict.fromkeys(FORWARD, "__call__ of its own"))
 def call_of_its_own_with_loss_fn(run: Run) -> Numbers:
     """The same with loss_fn="""
