@@ -53,17 +53,24 @@ def gradients_kept() -> Iterator[None]:
     """Inside, `torch.autograd.grad` is an op, and so is what makes a tensor one that autograd follows, or a parameter
     one that it does not.
     """
-    tracked = property(_REQUIRES_GRAD.__get__, _set_requires_grad, _REQUIRES_GRAD.__delete__)
     with (
         patch.object(torch.autograd, "grad", _recorded),
         patch.object(torch.Tensor, "requires_grad_", _requires_grad_),
-        patch.object(torch.Tensor, "requires_grad", tracked),
+        patch.object(torch.Tensor, "requires_grad", _Tracked()),
     ):
         yield
 
 
-def _set_requires_grad(x: torch.Tensor, value: bool) -> None:
-    _requires_grad_(x, value)
+class _Tracked:
+    """`torch.Tensor.requires_grad` whose setting is an op. Of the class it is torch's own, by which function modes know
+    that it is read.
+    """
+
+    def __get__(self, x: torch.Tensor | None, kind: Any = None) -> Any:
+        return _REQUIRES_GRAD if x is None else _REQUIRES_GRAD.__get__(x)
+
+    def __set__(self, x: torch.Tensor, value: bool) -> None:
+        _requires_grad_(x, value)
 
 
 def _requires_grad_(x: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
