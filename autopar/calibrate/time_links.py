@@ -1,6 +1,6 @@
 """Timed communication: collectives as plans issue them, in all groups at once, and sends between pairs of ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -215,15 +215,16 @@ class TimedLinks:
         """Seconds of each of `count` calls on the rank that takes longest, all starting together; a stall is named by
         the collective in `work`.
         """
-        dist.barrier(group=self.world)
-        with self._stall_named(kind, groups, num_bytes):
+        with self._stall_named(kind, range(self.num_ranks), num_bytes):
+            dist.barrier(group=self.world)
+        with self._stall_named(kind, groups.of_rank(dist.get_rank(), self.num_ranks), num_bytes):
             called_s = block_s(work, count, self.device)
         seconds = torch.tensor(called_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world)
         return seconds.item()
 
     @contextmanager
-    def _stall_named(self, kind: str, groups: Groups, num_bytes: int) -> Iterator[None]:
+    def _stall_named(self, kind: str, ranks: Iterable[int], num_bytes: int) -> Iterator[None]:
         """A context in which a wait that reaches its timeout is an AutoparError that names the ranks.
 
         A rank that waits for all others outside of it is told this one's error.
@@ -233,11 +234,10 @@ class TimedLinks:
         except RuntimeError as error:
             if not is_from_backend(error) or "timed out" not in str(error).lower():
                 raise
-            row = groups.of_rank(dist.get_rank(), self.num_ranks)
             raise AutoparError(
-                f"calibrate: expected {kind} of {format_bytes(num_bytes)} among ranks {', '.join(map(str, row))} to end"
-                f" within {self.stall_s:g} s, found no answer: a link between them stalls, or one of them hangs; look"
-                f" at these ranks, then calibrate again (the backend said: {str(error).splitlines()[0]})"
+                f"calibrate: expected {kind} of {format_bytes(num_bytes)} among ranks {', '.join(map(str, ranks))} to"
+                f" end within {self.stall_s:g} s, found no answer: a link between them stalls, or one of them hangs;"
+                f" look at these ranks, then calibrate again (the backend said: {str(error).splitlines()[0]})"
             ) from error
 
 

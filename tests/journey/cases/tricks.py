@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.journey.case import FORWARD, PP, SETTINGS, Numbers, Run, case
+from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
 ON = SETTINGS
@@ -232,7 +232,7 @@ def ratio_over_the_batch(run: Run) -> Numbers:
     return three_steps(run, Dice())
 
 
-@case(on=ON, refused={PP: "it needs the sum of .* over the whole batch"})
+@case(on=ON)
 def normalised_over_tokens(run: Run) -> Numbers:
     """(loss * mask).sum() / mask.sum() with a mask among the arguments, other counts in each row"""
 
