@@ -177,7 +177,8 @@ def test_hosts_that_are_alike_are_a_group_each_with_its_own_rows():
     batch = torch.empty(56_000, 512, device="meta")
     plan = autopar.plan(nn.Linear(512, 512), "dp=4", args=(batch,), cluster=cluster, pins={"weight": "B"})
     ((_, rows),) = plan.mesh.shares
-    assert sum(rows) == 56_000 and rows[0] / rows[-1] == pytest.approx(2.5, rel=0.01)
+    # a little less than 2.5: the update takes as long for fewer rows
+    assert sum(rows) == 56_000 and 2.4 < rows[0] / rows[-1] < 2.5
 
 
 def test_hosts_alike_with_others_between_are_two_groups():
