@@ -48,7 +48,7 @@ def row_name(network: str, model: str) -> str:
 
 def row_names(models: Iterable[str]) -> tuple[str, ...]:
     """Of each model on each network."""
-    return tuple(row_name(network.name, model) for network, model in product(NETWORKS, tuple(models)))
+    return tuple(row_name(network.name, model) for network, model in product(NETWORKS, models))
 
 
 def measure(network: Network, models: Sequence[str], module: str) -> list[Row]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
@@ -32,7 +34,8 @@ class Llama(nn.Module):
         self.body.init_states()
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.body(tokens).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(self.body(tokens).flatten(0, 1), labels.flatten())
+        return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def sharded(model: Llama, *, replicas: int = 1, shards: int = 1, tp: int = 1, reshards: str = "default") -> Llama:
@@ -54,6 +57,10 @@ def sharded(model: Llama, *, replicas: int = 1, shards: int = 1, tp: int = 1, re
         ac_config=None,
         dump_folder="",
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # its trainer divides the loss in place of gradients, by a sum gloo has not
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(float(replicas * shards))
     return model
 
 

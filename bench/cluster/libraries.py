@@ -60,9 +60,8 @@ def _of_torch(workload: Workload) -> dict[str, Build]:
 
 def _of_titan(shard: Callable[..., nn.Module]) -> dict[str, Build]:
     def sharded(model: nn.Module, args: Args, *, tp: int = 1, **degrees: object) -> Step:
-        rank, num_parts = dist.get_rank() // tp, 4 // tp
-        sharded = shard(model, tp=tp, **degrees)
-        step = functools.partial(train_step, sharded, part(args, rank, num_parts), adamw(sharded))
+        model = shard(model, tp=tp, **degrees)
+        step = functools.partial(train_step, model, part(args, dist.get_rank() // tp, 4 // tp), adamw(model))
         return loss_parallel()(step) if tp > 1 else step
 
     degrees = {
