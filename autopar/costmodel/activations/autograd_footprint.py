@@ -81,16 +81,32 @@ def footprints(graph: Graph, representative: Mapping[str, str] | None = None) ->
 def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
     """The classes of parameters that may be regathered: each member is read once, by an op that saves it for backward.
 
-    A parameter that is read several times is kept, as FSDP keeps the parameters of its root.
+    A parameter that is read several times is kept, as FSDP keeps the parameters of its root. What is gathered along a
+    later dim is no contiguous tensor, of which some ops save a copy instead (tensordot).
     """
-    known, readings = footprints(graph, representative), graph.uses
+    readings = graph.uses
+    ops = {op.name: op for op in graph.ops}
     classes: dict[str, bool] = {}
     for item in graph.of_kind("parameter"):
         uses, name = readings.get(item.value.name, []), representative[item.value.name]
-        footprint = known.get(uses[0].user) if len(uses) == 1 else None
-        is_fit = footprint is not None and not footprint.is_assumed and uses[0].slot in footprint.saved_inputs
-        classes[name] = classes.get(name, True) and is_fit
+        reader = ops.get(representative.get(uses[0].user, "")) if len(uses) == 1 else None
+        classes[name] = classes.get(name, True) and reader is not None and _saves(reader, uses[0].slot)
     return frozenset(name for name, is_fit in classes.items() if is_fit)
+
+
+def _saves(op: Op, slot: int) -> bool:
+    """Whether autograd saves the memory of parameter `slot` for `op`, along whichever dim it was gathered."""
+    found = footprint(op)
+    if found.is_assumed or slot not in found.saved_inputs:
+        return False
+    inputs = tuple(map(spec, op.inputs))
+    try:
+        return all(
+            slot in _probe(op.target, op.args, op.kwargs, inputs, (slot, dim)).saved_inputs
+            for dim in range(1, len(op.inputs[slot].shape))
+        )
+    except (RuntimeError, ValueError):  # a kernel that takes no such strides
+        return False
 
 
 def spec(value: Value) -> Spec:
@@ -124,8 +140,16 @@ def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
     return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,), is_assumed=True)
 
 
-def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Footprint:
+@lru_cache(maxsize=2**16)
+def _probe(
+    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], gathered: tuple[int, int] | None = None
+) -> Footprint:
+    """The footprint as observed on tensors without data; `gathered`: a slot, and its dim that is first in memory."""
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    if gathered is not None:
+        (shape, dtype, needs), dim = inputs[gathered[0]], gathered[1]
+        first = torch.empty((shape[dim], *shape[:dim], *shape[dim + 1 :]), dtype=dtype, device="meta")
+        tensors[gathered[0]] = first.movedim(0, dim).requires_grad_(needs)
     given = fill(args, tensors), {name: fill(value, tensors) for name, value in kwargs}
     saved: list[torch.Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

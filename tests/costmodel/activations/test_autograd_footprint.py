@@ -9,13 +9,14 @@ from autopar.costmodel.activations import autograd_footprint
 from autopar.costmodel.activations.autograd_footprint import footprint, regatherable
 from autopar.ir.attention import index_functions
 from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX
+from autopar.ir.graph import Graph, Input
 from autopar.sbp.candidates import strategies_of
 from tests.costmodel.build import make_op, meta
 from tests.runtime.training import traced
 from tests.sbp import rulecheck
 from tests.zoo import build
 
-i64 = torch.int64
+bf16, i32, i64 = torch.bfloat16, torch.int32, torch.int64
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,27 @@ def test_matrices_of_blocks_may_be_gathered_again(name, left):
     matrices = {item.value.name: item.fqn for item in graph.of_kind("parameter") if len(item.value.shape) == 2}
     assert {matrices[name] for name in matrices.keys() - found - looked_up} == set()
     assert {matrices[name] for name in looked_up & found} == set() and left <= {matrices[name] for name in looked_up}
+
+
+@pytest.mark.parametrize(
+    ("target", "slot", "args", "is_fit"),
+    [
+        ("aten.tensordot.default", 0, (meta(6, 2, 2), meta(2, 5, 2), (1, 2), (2, 0)), False),
+        ("aten.matmul.default", 0, (meta(4, 6, 5), meta(4, 5, 3)), True),
+        ("aten._grouped_mm.default", 1, (meta(8, 8, dtype=bf16), meta(4, 8, 16, dtype=bf16), meta(4, dtype=i32)), True),
+    ],
+)
+def test_a_parameter_of_which_an_op_may_save_a_copy_is_not_gathered_again(
+    target: str, slot: int, args: tuple[object, ...], is_fit: bool
+) -> None:
+    """The parameter of a tensordot is copied where it was gathered along its second dim, and the copy would be kept."""
+    op = make_op(target, *args)
+    kinds = ["argument"] * len(op.inputs)
+    kinds[slot] = "parameter"
+    inputs = tuple(Input(kind, value, "") for kind, value in zip(kinds, op.inputs))
+    graph = Graph(inputs, (op,), op.outputs, (), (), {}, (), None, None)
+    again = regatherable(graph, {value.name: value.name for value in op.inputs} | {op.name: op.name})
+    assert again == ({op.inputs[slot].name} if is_fit else set())
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
