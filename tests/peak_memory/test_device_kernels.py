@@ -88,6 +88,22 @@ def test_the_numbers_of_a_mask_are_whole_without_data(device_type: str):
     assert predict_peak(graph, mesh, plan_called("ddp", graph, mesh).assignment, on=device_type).total_bytes > 0
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_check_of_values_within_a_kernel_holds_without_data(device_type: str):
+    """`istft` checks its window by `torch.equal`, which has no answer for a tensor without data."""
+
+    def counted(run=None) -> tuple[int, int]:
+        spectrum = torch.ones(3, 17, 5, dtype=torch.complex64, requires_grad=True)
+        window = torch.ones(32)
+        with count_storages([spectrum, window], *([run] if run else [])) as storages:
+            torch.istft(spectrum, 32, 8, window=window, length=32).sum().backward()
+            return storages.peak_bytes, storages.num_bytes
+
+    with without_data(device_type) as run:
+        found = counted(run)
+    assert found == counted()
+
+
 def test_a_slice_of_the_queries_keeps_no_scores_either():
     attention = namespace_on("cuda")["local"].scaled_dot_product_attention
     with without_data("cuda"):
