@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import speeds_floor_s
@@ -53,8 +54,9 @@ def plan_on_groups(
         if number and budget.is_spent:
             break
         part = budget.part(_SHARE_OF_COUNT if number + 1 < len(counts) else 1.0)
+        least_s = to_beat_s if best is None else min(to_beat_s, best.step_s)
         try:
-            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, (part, predict, to_beat_s))
+            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, (part, predict, least_s))
         except InfeasibleError as error:
             refused = refused or error
             continue
@@ -107,7 +109,8 @@ def _in_microbatches(
     one = replace(request, training=training)
     if isinstance(mesh, Mesh):
         mesh = replace(mesh, shares=tuple((axis, tuple(size // count for size in rows)) for axis, rows in mesh.shares))
-    found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, budget=budget, predict=peaks)
+    asked: dict[str, Any] = {"budget": budget, "predict": peaks, "to_beat_s": to_beat_s}
+    found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, **asked)
     ((_, rows),) = found.mesh.shares or ((0, ()),)
     of_batch = resplit(found, tuple(count * size for size in rows))
     return whole(replace(of_batch, hand=found.hand, peak_bytes=found.peak_bytes)), is_capped

@@ -72,6 +72,7 @@ def make_plan(
     cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
     fit, bound_s = Fit[Plan](request.limit_bytes, predict, budget), math.inf
     fit.waiting.append(LimitedSearch((request.limit_bytes,)))
+    most_s = to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s  # on open meshes stages come first
     with rarely_collected():
         for search in fit.searches():
             is_first, allowed_bytes = not search.number, min(search.allowed_bytes)
@@ -86,7 +87,7 @@ def make_plan(
                     by_mesh = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
                 else:
                     coarse, *finer = coarse_to_fine(mesh, within, part)
-                    least: dict[str, Any] = {"to_beat_s": to_beat_s / (1 - WORTH), "budget": coarse.budget}
+                    least: dict[str, Any] = {"to_beat_s": to_beat_s, "budget": coarse.budget}
                     solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, **least)
                     for step in finer:
                         solved = refined(solved, graph, cluster, step)
@@ -97,7 +98,7 @@ def make_plan(
                 fit.reasons.append(str(error))
                 continue
             plan = _plan_of_best(graph, by_mesh.values(), cluster, within, budget)
-            if is_first and plan.step_s > to_beat_s / (1 - WORTH):
+            if is_first and plan.step_s > most_s:
                 return plan
             fit.waiting.append(replace(search, plan=plan))
             if is_first:
