@@ -21,6 +21,7 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.signature import EXCHANGES, Candidates, Strategy
 from autopar.verify.check_placements import check
 from tests.expert_loops import LOOPS, case_of
+from tests.grouped_experts import GROUPED, grouped_case
 from tests.runtime.any_plan import all_gradients_arrive
 from tests.runtime.as_priced import are_as_priced, is_as_priced
 from tests.runtime.staged import Sample, compared, one_device, plan_of_sample
@@ -53,6 +54,8 @@ def built(name: str, num_layers: int) -> Case:
 
     if name in LOOPS:
         return case_of(name, num_layers)
+    if name in GROUPED:
+        return grouped_case(name, num_layers)
 
     config = {**SIZES, **EXPERTS, "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "use_cache": False}
     config |= {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

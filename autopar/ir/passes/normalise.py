@@ -6,6 +6,7 @@ Each pass takes a valid Graph and returns a valid Graph that computes the same.
 from collections.abc import Callable
 
 from autopar.ir.attention.constant_masks import recognise_masks
+from autopar.ir.experts.count_sorted import count_sorted
 from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.folding.order_free_ops import order_free_ops
@@ -39,6 +40,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     unflatten_repeats,
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input
+    count_sorted,
     read_own_rows,
     recognise_masks,
     drop_dead,

@@ -38,8 +38,8 @@ class _Tag:
     """The `kind` of a value with respect to the op called `sort`, which sorts `num_rows` keys.
 
     Kinds: the sorted "keys", the "order" itself, "tokens" (the order divided by `divisor`), "rows" in that order, the
-    "counts" of keys, a "blank" of the order's shape, or the order's "inverse". `is_at_experts`: of rows, whether they
-    may be those of a rank's experts.
+    "counts" of keys, a "blank" of the order's shape, the order's "inverse", or a "wide" order or tokens, each repeated
+    along dims behind it. `is_at_experts`: of rows, whether they may be those of a rank's experts.
     """
 
     sort: str
@@ -62,6 +62,7 @@ class _RoutingTags:
     counting: dict[str, bool] = field(default_factory=dict)  # value -> whether it is 0, 1, 2, ...
     # first slice of a value, as a microbatch reads it of a constant -> the value
     first_of: dict[str, str] = field(default_factory=dict)
+    sorted_ids: dict[str, str] = field(default_factory=dict)  # sort -> what it sorts
 
 
 def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
@@ -120,6 +121,7 @@ def _visit(op: Op, walk: _RoutingTags) -> None:
     if not known_tags:
         if op.target in _SORTS and len(op.inputs[0].shape) == 1:
             kinds = ("keys", "order")[-len(op.outputs) :]
+            walk.sorted_ids[op.name] = op.inputs[0].name
             walk.experts[op.name].update({_UNKNOWN} if arguments_of(op)["descending"] else ())
             made = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
             _enter(op, walk, op.name, [Signature((S(0),), (L(0),) * len(kinds))], made)
@@ -169,22 +171,24 @@ def _step(op: Op, tags: list[_Tag | None], walk: _RoutingTags) -> tuple[list[Sig
             return [_PASSED], gives("inverse")
         case "aten.index_put.default", ["blank", "order", ""] if _inverts(op, walk):
             return [Signature((L(0), L(0), I), (L(0),), INVERSE)], gives("inverse")
-        case "aten.index.Tensor", ["", "order" | "tokens"] if (
-            (order := tags[1]) and op.inputs[0].shape[0] * order.divisor == first.num_rows and _is_plain(op)
-        ):
-            return [Signature((S(0), L(0)), (L(0),))], gives("rows")
+        case "aten.reshape.default" | "aten.expand.default", ["order" | "tokens" | "wide"] if _repeats(op):
+            return [_PASSED], gives("wide", first.divisor)
+        case "aten.index.Tensor", ["", "order"] if op.inputs[0].name == walk.sorted_ids[first.sort] and _is_plain(op):
+            return [Signature((S(0), L(0)), (L(0),))], gives("keys")
+        case _, ["", *places] if moved := _at_places(op, places, first):
+            return moved
         case "aten.index.Tensor", ["", "keys"] if _is_plain(op):  # what belongs to the row's expert
             walk.experts[first.sort].add(op.inputs[0].shape[0])
             by_expert = Signature((S(0), L(0)), (E(0),), BETWEEN)
             return [Signature((_whole(op.inputs[0]), L(0)), (L(0),)), by_expert], gives("rows", is_at_experts=True)
-        case "aten.index.Tensor", ["rows", "inverse"] if _is_plain(op):
+        case "aten.index.Tensor", ["rows" | "keys", "inverse"] if _is_plain(op):
             return [Signature((L(0), L(0)), (S(0),))], None
         case target, ["rows", "", "counts"] if target in GROUPED:
             local = Signature((L(0), _whole(op.inputs[1]), L()), (L(0),))
             walk.experts[first.sort].add(op.inputs[1].shape[0])
             walk.counts[first.sort].add(op.inputs[2].name)
             return [local, *_at_experts(tags[0])], gives("rows", is_at_experts=True)
-    if set(kinds) <= {"rows", ""} and all(value.shape[:1] == (first.num_rows,) for value in op.outputs):
+    if set(kinds) <= {"rows", "keys", ""} and all(value.shape[:1] == (first.num_rows,) for value in op.outputs):
         by_rows = [fit for fit in signatures_of_call(op) if _is_row_by_row(fit, kinds)]
         # E has as many rows as there are, which must not be written into arguments
         is_at_experts = all(tag.is_at_experts for tag in tags if tag) and op.target not in LOCAL_ARGUMENTS
@@ -216,6 +220,52 @@ def _whole(value: Value) -> Placement:
 
 def _is_plain(op: Op) -> bool:
     return op.args[1] == (Slot(1),)
+
+
+def _repeats(op: Op) -> bool:
+    """Whether each of n elements is repeated along dims behind it: [n] becomes [n, 1], or that is expanded."""
+    given, made = op.inputs[0].shape, op.outputs[0].shape
+    is_reshape = op.target == "aten.reshape.default"
+    return given[:1] == made[:1] == (math.prod(given),) and (is_reshape or len(given) == len(made))
+
+
+def _at_places(op: Op, kinds: list[str], places: _Tag) -> tuple[list[Signature], _Tag | None] | None:
+    """As `_step`, of an op that reads rows at places of tokens, or puts them there."""
+    match kinds:
+        case ["order" | "tokens" | "wide"] if _reads(op, places):
+            return [Signature((S(0), L(0)), (L(0),))], _Tag(places.sort, "rows", places.num_rows)
+        case ["order" | "tokens" | "wide", "rows"] if _writes(op, places):
+            return [Signature((S(0), L(0), L(0)), (S(0),))], None
+    return None
+
+
+def _reads(op: Op, places: _Tag) -> bool:
+    """Whether an op reads rows of all tokens, its first input, at such places."""
+    (tokens, index), (rows,) = op.inputs, op.outputs
+    if tokens.shape[0] * places.divisor != places.num_rows or rows.shape != (places.num_rows, *tokens.shape[1:]):
+        return False
+    if op.target == "aten.index.Tensor":
+        return _is_plain(op) and places.kind != "wide"
+    is_along_tokens = arguments_of(op).get("dim") == 0
+    return is_along_tokens and (
+        (op.target == "aten.index_select.default" and places.kind != "wide")
+        or (op.target == "aten.gather.default" and index.shape == rows.shape)
+    )
+
+
+def _writes(op: Op, places: _Tag) -> bool:
+    """Whether an op adds rows to all tokens, its first input, at such places, or writes one to each."""
+    tokens, index, rows = op.inputs
+    arguments = arguments_of(op)
+    if tokens.shape[0] * places.divisor != places.num_rows or rows.shape != (places.num_rows, *tokens.shape[1:]):
+        return False
+    if op.target == "aten.index_put.default":
+        return _is_plain(op) and places.kind != "wide" and (bool(arguments["accumulate"]) or places.divisor == 1)
+    is_along_tokens = arguments.get("dim") == 0
+    return is_along_tokens and (
+        (op.target == "aten.index_add.default" and places.kind != "wide")
+        or (op.target == "aten.scatter_add.default" and index.shape == rows.shape)
+    )
 
 
 def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:

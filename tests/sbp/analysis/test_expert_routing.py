@@ -23,8 +23,9 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import E, I, L, R, S, codes_of, format_layout, is_convertible, parse_layout, placement_of
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import EXCHANGES, Strategy
+from tests.grouped_experts import GROUPED, grouped_case
 from tests.runtime.any_plan import Example, differences
-from tests.runtime.training import random_assignment
+from tests.runtime.training import random_assignment, traced
 
 WIDTH, EXPERTS, TOP = 4, 3, 2
 Between = Callable[[torch.Tensor], torch.Tensor]
@@ -249,3 +250,31 @@ def test_what_each_device_has_of_its_experts_is_not_converted() -> None:
         assert not is_convertible(*pair)
     assert [placement_of(code) for code in codes_of((E(0), L(0), E(1), S(3)))] == [E(0), L(0), E(1), S(3)]
     assert parse_layout(format_layout((E(0), L(0), L(), I))) == (E(0), L(0), L(), I)
+
+
+@pytest.mark.parametrize("form", GROUPED)
+def test_forms_of_torchtitan_are_routed(form: str) -> None:
+    graph = traced(grouped_case(form, 1))
+    assert num_exchanged(graph) == 4
+    seen = next(value for fqn, value in graph.mutations if fqn.endswith("seen"))
+    (counted,) = (op for op in graph.ops if seen in op.outputs)
+    assert counted.name not in routed_signatures(graph)  # who balances experts reads the counts of all rows
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda order: order.reshape(-1, 2).repeat_interleave(2, 0).repeat(1, 2),  # others than a row's own
+        lambda order: order[:, None].expand(-1, WIDTH).flip(1).cumsum(0) % len(order),
+        lambda order: order.expand(len(order), -1)[:, :WIDTH],  # each in the first row, not in its own
+    ],
+)
+def test_places_that_are_not_those_of_rows_are_not_routed_locally(places: Between) -> None:
+    class Read(nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            wide = places(ids.argsort())
+            return torch.zeros_like(x).scatter_add(0, wide, torch.gather(x, 0, wide))
+
+    graph = trace(Read(), (torch.randn(8, WIDTH, requires_grad=True), torch.randint(3, (8,))), {})
+    assert any(op.target == "aten.argsort.default" for op in graph.ops)
+    assert routed_signatures(graph) == {}
