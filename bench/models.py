@@ -1,7 +1,7 @@
 """The models of the benchmarks of steps, and their tensor-parallel plans as a user would write them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,15 @@ class Workload:
     by one.
 
     `tensor_parallel` is the plan given to `parallelize_module`; empty if that cannot split the model as it is written.
-    `shard` splits the model in its library's own way, as `bench.titan.sharded` does.
+    `cuts`: FQNs at which `torch.distributed.pipelining` begins the second to fourth stage; empty if it cannot cut the
+    model. `shard` splits the model in its library's own way, as `bench.titan.sharded` does.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[torch.Tensor, ...]]
     blocks: tuple[str, ...]
     tensor_parallel: Callable[[], Mapping[str, ParallelStyle]]
+    cuts: tuple[str, ...] = ()
     shard: Callable[..., nn.Module] | None = None
 
 
@@ -211,6 +213,11 @@ def _layers(name: str, num: int) -> tuple[str, ...]:
     return tuple(f"{name}.{number}" for number in range(num))
 
 
+def _cuts(name: str, num: int) -> tuple[str, ...]:
+    """Before each layer but the first."""
+    return _layers(name, num)[1:]
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "gpt": Workload(GPT, _tokens, _layers("blocks", 4), _gpt_plan),
     "wide-mlp": Workload(
@@ -221,27 +228,42 @@ WORKLOADS: Mapping[str, Workload] = {
 
 # Of the benchmarks on networks: models and batches of a size at which their links matter.
 NETWORK_WORKLOADS: Mapping[str, Workload] = {
-    "gpt": Workload(lambda: GPT(vocabulary=4096), lambda: _tokens(4096, batch=16), _layers("blocks", 4), _gpt_plan),
+    "gpt": Workload(
+        lambda: GPT(vocabulary=4096),
+        lambda: _tokens(4096, batch=16),
+        _layers("blocks", 4),
+        _gpt_plan,
+        _cuts("blocks", 4),
+    ),
     "long-gpt": Workload(
         lambda: GPT(vocabulary=512, sequence=512),
         lambda: _tokens(512, batch=16, sequence=512),
         _layers("blocks", 4),
         _gpt_plan,
+        _cuts("blocks", 4),
     ),
     "wide-mlp": Workload(
         lambda: Classifier(_wide_mlp()),
         lambda: _images(2048, batch=64, classes=4096),
         ("body.0", "body.2", "body.4"),
         _wide_mlp_plan,
+        ("body.2", "body.4", "body.6"),
     ),
-    "vgg13": WORKLOADS["vgg13"],
-    "vit": Workload(_vit, lambda: _images(3, 64, 64, classes=64), _layers("body.vit.layers", 4), _no_plan),
+    "vgg13": replace(WORKLOADS["vgg13"], cuts=("body.features.10", "body.features.15", "body.features.20")),
+    "vit": Workload(
+        _vit,
+        lambda: _images(3, 64, 64, classes=64),
+        _layers("body.vit.layers", 4),
+        _no_plan,
+        _cuts("body.vit.layers", 4),
+    ),
     "llama": Workload(_llama, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 4), _llama_plan),
     "t5": Workload(
         _t5,
         lambda: _tokens(1024, batch=16),
         (*_layers("body.encoder.block", 2), *_layers("body.decoder.block", 2)),
         _no_plan,
+        ("body.encoder.block.1", "body.decoder.block.0", "body.decoder.block.1"),
     ),
     "moe": Workload(_moe, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 2), _no_plan),
 }

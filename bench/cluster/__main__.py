@@ -64,9 +64,10 @@ TABLE = Table(
     "Training steps (forward, backward, AdamW) of four gloo ranks in network namespaces whose links tc limits, one"
     f" thread a rank, ratios of {ROUNDS} rounds of up to {MOST_STEPS} steps in turn: median, least and most. autopar:"
     " mesh left open, planned for the network's own calibration. As a library: the same layout, run by autopar, over"
-    f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). HSDP: two"
-    " replicas. titan-llama: torchtitan's Llama 3 under its own parallelize_llama. Floor of DDP: its compute and one"
-    " all-reduce of all gradients at once, of which none waits for the other.",
+    f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). Among the best by hand are also HSDP, of two"
+    " replicas, and pipelining: 1F1B of four stages, where torch.distributed.pipelining can cut the model."
+    " titan-llama: torchtitan's Llama 3 under its own parallelize_llama. Floor of DDP: its compute and one all-reduce"
+    " of all gradients at once, of which none waits for the other.",
     (
         "network",
         "model",

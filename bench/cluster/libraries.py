@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,19 +16,22 @@ from bench.models import Workload
 from bench.step import Args, Step, Variant, adamw, part, train_step, with_fsdp_and_tensor_parallel, with_tensor_parallel
 
 BUCKETS_MB = (1, 5, 25, 100)
+MICROBATCHES = (4, 8)
 DDP, FSDP, NO_RESHARD, HSDP = "DDP", "FSDP2", "FSDP2, gathered once", "HSDP"
-TP, BOTH = "TP", "FSDP2 x TP"
+TP, BOTH, STAGES = "TP", "FSDP2 x TP", "pipelining"
 Build = Callable[[nn.Module, Args], Step]
-LIBRARIES = (DDP, FSDP, NO_RESHARD, HSDP, TP, BOTH)
+LIBRARIES = (DDP, FSDP, NO_RESHARD, HSDP, TP, BOTH, STAGES)
 
 
 def variants_of(library: str, names: Iterable[str]) -> list[str]:
-    """Of the names of variants those of a library; those of DDP differ by the size of buckets.
+    """Of the names of variants those of a library; those of DDP differ by the size of buckets, those of pipelining by
+    the number of microbatches.
 
     >>> variants_of("FSDP2", ["autopar as FSDP2", "FSDP2", "FSDP2, gathered once"])
     ['FSDP2']
     """
-    return [name for name in names if name == library or (library == DDP and name.startswith(f"{DDP}, "))]
+    has_sizes = library in (DDP, STAGES)
+    return [name for name in names if name == library or (has_sizes and name.startswith(f"{library}, "))]
 
 
 def libraries(workload: Workload) -> dict[str, Build]:
@@ -38,7 +43,11 @@ def libraries(workload: Workload) -> dict[str, Build]:
         )
 
     found = {f"{DDP}, {size} MB": functools.partial(ddp, bucket_mb=size) for size in BUCKETS_MB}
-    return found | (_of_titan(workload.shard) if workload.shard else _of_torch(workload))
+    found |= _of_titan(workload.shard) if workload.shard else _of_torch(workload)
+    if workload.cuts:
+        for num in MICROBATCHES:
+            found[f"{STAGES}, {num} microbatches"] = functools.partial(_in_stages, workload, num_microbatches=num)
+    return found
 
 
 def _of_torch(workload: Workload) -> dict[str, Build]:
@@ -72,6 +81,26 @@ def _of_titan(shard: Callable[..., nn.Module]) -> dict[str, Build]:
         BOTH: {"shards": 2, "tp": 2},
     }
     return {name: functools.partial(sharded, **given) for name, given in degrees.items()}
+
+
+def _in_stages(workload: Workload, model: nn.Module, args: Args, *, num_microbatches: int) -> Step:
+    """1F1B with a stage a rank, as torch.distributed.pipelining cuts the model."""
+    piece = tuple(x.chunk(num_microbatches)[0] for x in args)
+    cuts = dict.fromkeys(workload.cuts, SplitPoint.BEGINNING)
+    stage = pipeline(model, piece, split_spec=cuts).build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda loss, _: loss)
+    optimizer, given = adamw(stage.submod), args if stage.is_first else ()
+    target = torch.zeros(num_microbatches) if stage.is_last else None
+
+    def step() -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        schedule.step(*given, target=target, losses=losses)
+        optimizer.step()
+        # the last rank has the loss, and the mean over ranks is what is looked at
+        return dist.get_world_size() * torch.stack(losses).detach().mean() if losses else torch.zeros(())
+
+    return step
 
 
 def data_parallel(model: nn.Module, args: Args) -> Step:

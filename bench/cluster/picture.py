@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-_HUES = ("#1f5fa8", "#c2571a", "#e3a257", "#c9b458", "#3b8a4b", "#8b62b5")
+_HUES = ("#1f5fa8", "#c2571a", "#e3a257", "#c9b458", "#3b8a4b", "#8b62b5", "#5f5f5f")
 _COLORS = dict(zip(LIBRARIES, _HUES, strict=True))
 _TICKS = (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 7, 10)
 
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     panel.grid(axis="both", color="#ececec", linewidth=0.7)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper left", ncols=len(LIBRARIES), frameon=False, fontsize=9, handletextpad=0.2)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, handletextpad=0.2)
     figure.savefig(path, dpi=160)
     plt.close(figure)
 
