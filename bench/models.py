@@ -17,8 +17,9 @@ class Workload:
     by one.
 
     `tensor_parallel` is the plan given to `parallelize_module`; empty if that cannot split the model as it is written.
-    `cuts`: FQNs at which `torch.distributed.pipelining` begins the second to fourth stage; empty if it cannot cut the
-    model. `shard` splits the model in its library's own way, as `bench.titan.sharded` does.
+    `cuts`: FQNs at which `torch.distributed.pipelining` begins the second to fourth stage of a `WithLoss`; empty if it
+    cannot: it sends no tensors that are not contiguous (ViT, T5), and none back past a stage (Llama). `shard` splits the
+    model in its library's own way, as `bench.titan.sharded` does.
     """
 
     build: Callable[[], nn.Module]
@@ -58,7 +59,21 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
+class WithLoss(nn.Module):
+    """A model whose `scores(x)` have classes in their last dim; its forward is their cross-entropy."""
+
+    scores: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.scores(x), labels)
+
+
+def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of all rows, in float32: half precision would overflow."""
+    return F.cross_entropy(scores.flatten(0, -2).float(), labels.flatten())
+
+
+class GPT(WithLoss):
     """A GPT over byte tokens; returns the mean cross-entropy of the next token."""
 
     def __init__(
@@ -70,47 +85,45 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
-        # half precision would overflow
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+        return self.head(self.norm(x))
 
 
-class Language(nn.Module):
-    """A model of transformers and its cross-entropy: of the next tokens, or of what a decoder makes of `tokens`."""
+class Language(WithLoss):
+    """A model of transformers and its cross-entropy: of the next tokens, or of what a decoder makes of `x`."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        given = {"decoder_input_ids": tokens} if self.body.config.is_encoder_decoder else {}
-        logits = self.body(tokens, **given, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        given = {"decoder_input_ids": x} if self.body.config.is_encoder_decoder else {}
+        return self.body(x, **given, use_cache=False).logits
 
 
-class Images(nn.Module):
+class Images(WithLoss):
     """An image classifier of transformers and its cross-entropy."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.body(x).logits, labels)
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).logits
 
 
-class Classifier(nn.Module):
+class Classifier(WithLoss):
     """A model and its cross-entropy."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.body(x), labels)
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
 
 
 def _vgg() -> nn.Module:
@@ -250,20 +263,13 @@ NETWORK_WORKLOADS: Mapping[str, Workload] = {
         ("body.2", "body.4", "body.6"),
     ),
     "vgg13": replace(WORKLOADS["vgg13"], cuts=("body.features.10", "body.features.15", "body.features.20")),
-    "vit": Workload(
-        _vit,
-        lambda: _images(3, 64, 64, classes=64),
-        _layers("body.vit.layers", 4),
-        _no_plan,
-        _cuts("body.vit.layers", 4),
-    ),
+    "vit": Workload(_vit, lambda: _images(3, 64, 64, classes=64), _layers("body.vit.layers", 4), _no_plan),
     "llama": Workload(_llama, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 4), _llama_plan),
     "t5": Workload(
         _t5,
         lambda: _tokens(1024, batch=16),
         (*_layers("body.encoder.block", 2), *_layers("body.decoder.block", 2)),
         _no_plan,
-        ("body.encoder.block.1", "body.decoder.block.0", "body.decoder.block.1"),
     ),
     "moe": Workload(_moe, lambda: _tokens(1024, batch=16), _layers("body.model.layers", 2), _no_plan),
 }

@@ -65,7 +65,8 @@ TABLE = Table(
     f" thread a rank, ratios of {ROUNDS} rounds of up to {MOST_STEPS} steps in turn: median, least and most. autopar:"
     " mesh left open, planned for the network's own calibration. As a library: the same layout, run by autopar, over"
     f" the library (DDP: the best of {len(BUCKETS_MB)} bucket sizes). Among the best by hand are also HSDP, of two"
-    " replicas, and pipelining: 1F1B of four stages, where torch.distributed.pipelining can cut the model."
+    " replicas, and pipelining: 1F1B of four stages, or of two with FSDP2, where torch.distributed.pipelining can cut"
+    " the model (gpt, long-gpt, wide-mlp, vgg13)."
     " titan-llama: torchtitan's Llama 3 under its own parallelize_llama. Floor of DDP: its compute and one all-reduce"
     " of all gradients at once, of which none waits for the other.",
     (

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.models import Workload
+from bench.models import Workload, cross_entropy
 from bench.step import Args, Step, Variant, adamw, part, train_step, with_fsdp_and_tensor_parallel, with_tensor_parallel
 
 BUCKETS_MB = (1, 5, 25, 100)
-MICROBATCHES = (4, 8)
+STAGES_AND_MICROBATCHES = ((4, 4), (4, 8), (2, 4))
 DDP, FSDP, NO_RESHARD, HSDP = "DDP", "FSDP2", "FSDP2, gathered once", "HSDP"
 TP, BOTH, STAGES = "TP", "FSDP2 x TP", "pipelining"
 Build = Callable[[nn.Module, Args], Step]
@@ -25,7 +25,7 @@ LIBRARIES = (DDP, FSDP, NO_RESHARD, HSDP, TP, BOTH, STAGES)
 
 def variants_of(library: str, names: Iterable[str]) -> list[str]:
     """Of the names of variants those of a library; those of DDP differ by the size of buckets, those of pipelining by
-    the number of microbatches.
+    the numbers of stages and microbatches.
 
     >>> variants_of("FSDP2", ["autopar as FSDP2", "FSDP2", "FSDP2, gathered once"])
     ['FSDP2']
@@ -45,8 +45,9 @@ def libraries(workload: Workload) -> dict[str, Build]:
     found = {f"{DDP}, {size} MB": functools.partial(ddp, bucket_mb=size) for size in BUCKETS_MB}
     found |= _of_titan(workload.shard) if workload.shard else _of_torch(workload)
     if workload.cuts:
-        for num in MICROBATCHES:
-            found[f"{STAGES}, {num} microbatches"] = functools.partial(_in_stages, workload, num_microbatches=num)
+        for sizes in STAGES_AND_MICROBATCHES:
+            name = f"{STAGES}, {sizes[0]} stages, {sizes[1]} microbatches"
+            found[name] = functools.partial(_in_stages, workload, num_stages=sizes[0], num_microbatches=sizes[1])
     return found
 
 
@@ -83,22 +84,38 @@ def _of_titan(shard: Callable[..., nn.Module]) -> dict[str, Build]:
     return {name: functools.partial(sharded, **given) for name, given in degrees.items()}
 
 
-def _in_stages(workload: Workload, model: nn.Module, args: Args, *, num_microbatches: int) -> Step:
-    """1F1B with a stage a rank, as torch.distributed.pipelining cuts the model."""
-    piece = tuple(x.chunk(num_microbatches)[0] for x in args)
-    cuts = dict.fromkeys(workload.cuts, SplitPoint.BEGINNING)
-    stage = pipeline(model, piece, split_spec=cuts).build_stage(dist.get_rank(), torch.device("cpu"))
-    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda loss, _: loss)
-    optimizer, given = adamw(stage.submod), args if stage.is_first else ()
-    target = torch.zeros(num_microbatches) if stage.is_last else None
+class _Scores(nn.Module):
+    """A model without its loss: `pipeline` gives the last stage no labels, which its schedules give their loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.scores(x)
+
+
+def _in_stages(workload: Workload, model: nn.Module, args: Args, *, num_stages: int, num_microbatches: int) -> Step:
+    """1F1B as torch.distributed.pipelining cuts the model, with FSDP2 of a stage that has several ranks."""
+    mesh = init_device_mesh("cpu", (num_stages, 4 // num_stages), mesh_dim_names=("pp", "dp"))
+    x, labels = part(args, mesh.get_local_rank("dp"), mesh.size(1))
+    cuts = {f"model.{fqn}": SplitPoint.BEGINNING for fqn in workload.cuts[4 // num_stages - 1 :: 4 // num_stages]}
+    pipe, number = pipeline(_Scores(model), (x.chunk(num_microbatches)[0],), split_spec=cuts), mesh.get_local_rank("pp")
+    module: nn.Module = pipe.get_stage_module(number)
+    if mesh.size(1) > 1:
+        module = fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    stage = build_stage(module, number, pipe.info(), torch.device("cpu"), mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=cross_entropy)
+    optimizer, given = adamw(module), (x,) if stage.is_first else ()
+    target = labels if stage.is_last else None
 
     def step() -> torch.Tensor:
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         schedule.step(*given, target=target, losses=losses)
         optimizer.step()
-        # the last rank has the loss, and the mean over ranks is what is looked at
-        return dist.get_world_size() * torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        # the ranks of the last stage have the loss, and the mean over ranks is what is looked at
+        return num_stages * torch.stack(losses).detach().mean() if losses else torch.zeros(())
 
     return step
 

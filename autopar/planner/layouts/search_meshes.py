@@ -70,9 +70,9 @@ def make_plan(
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
     cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
-    fit, bound_s = Fit[Plan](request.limit_bytes, predict, budget), math.inf
-    fit.waiting.append(LimitedSearch((request.limit_bytes,)))
-    most_s = to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s  # on open meshes stages come first
+    fit = Fit[Plan](request.limit_bytes, predict, budget, waiting=[LimitedSearch((request.limit_bytes,))])
+    # on an open mesh a plan in stages may be what is to be beaten
+    bound_s, most_s = math.inf, to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s
     with rarely_collected():
         for search in fit.searches():
             is_first, allowed_bytes = not search.number, min(search.allowed_bytes)
