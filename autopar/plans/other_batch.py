@@ -32,7 +32,7 @@ def of_other_batch(plan: StagedPlan, graph: Graph) -> StagedPlan:
     """
     try:
         return _made(plan, graph, plan.schedule, [stage.assignment for stage in plan.stages])
-    except (MicrobatchError, PlanError):
+    except (MicrobatchError, PlanError, ValueError):  # the last: it has no such ops as the stages begin with
         if _shapes(graph) == _shapes(plan.graph):  # it is the model that is another
             raise
     made, reason = [], None

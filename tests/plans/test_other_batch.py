@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
 from autopar.ir.trace_with_loss import traced
@@ -66,6 +66,11 @@ def test_microbatches_are_as_small_as_the_memory_asks() -> None:
 def test_another_model_is_no_other_batch() -> None:
     with pytest.raises((PlanError, ValueError), match=r"plan|graph"):
         of_other_batch(planned(), graph_of(PLANNED, Stack(depth=2)))
+
+
+def test_a_batch_for_which_the_model_has_other_ops_is_refused_as_a_batch() -> None:
+    with pytest.raises(MicrobatchError, match="a batch of 64 cannot run in the stages that were planned for 16"):
+        of_other_batch(planned(), graph_of(64, Stack(depth=2)))
 
 
 def test_stages_go_by_their_plan_and_microbatches_if_they_do_not_divide() -> None:

@@ -104,6 +104,11 @@ class CallKind:
         if graph is None or sized.range.is_point:
             self.is_fixed = True
             return self._named(trace()) if graph is None else graph
+        if not self._has_first_names(graph):  # a range takes ops that a number does not need
+            own = self._named(trace())
+            if self._has_first_names(own):
+                self.is_fixed = True
+                return own
         self.traces.append(sized)
         self.last_trace = sized
         return graph
@@ -182,6 +187,10 @@ class CallKind:
     def _named(self, graph: Graph) -> Graph:
         """`graph` with the names of the first one, to which plans refer."""
         return graph if self.made_of is None else named_like(graph, self.made_of)
+
+    def _has_first_names(self, graph: Graph) -> bool:
+        """Whether its ops have the names to which plans refer."""
+        return self.made_of is None or graph.position.keys() == self.made_of.position.keys()
 
     def _note(self, shapes: Shapes) -> bool:
         """Add the dims in which `shapes` differ from the first; whether there is any."""
