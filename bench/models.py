@@ -18,8 +18,8 @@ class Workload:
 
     `tensor_parallel` is the plan given to `parallelize_module`; empty if that cannot split the model as it is written.
     `cuts`: FQNs at which `torch.distributed.pipelining` begins the second to fourth stage of a `WithLoss`; empty if it
-    cannot: it sends no tensors that are not contiguous (ViT, T5), and none back past a stage (Llama). `shard` splits the
-    model in its library's own way, as `bench.titan.sharded` does.
+    cannot: it sends no tensors that are not contiguous (ViT, T5), and none back past a stage (Llama). `shard` splits
+    the model in its library's own way, as `bench.titan.sharded` does.
     """
 
     build: Callable[[], nn.Module]

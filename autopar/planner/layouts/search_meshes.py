@@ -63,7 +63,8 @@ def make_plan(
 
     `mesh`: for `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the
     best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less, the
-    search on another one ends once no plan can, and a plan that takes longer is returned without a prediction.
+    search on another one ends once no plan can, and a plan that takes longer, on an open mesh by more than what
+    stages have to gain, is returned without a prediction.
     `budget`: by default the time limit of the request. `predict`: as in `choose_plan`. PinError, InfeasibleError or
     MeshError if no plan satisfies the request.
     """
@@ -71,7 +72,6 @@ def make_plan(
     check_mesh(cluster, mesh.num_devices)
     cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
     fit = Fit[Plan](request.limit_bytes, predict, budget, waiting=[LimitedSearch((request.limit_bytes,))])
-    # on an open mesh a plan in stages may be what is to be beaten
     bound_s, most_s = math.inf, to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s
     with rarely_collected():
         for search in fit.searches():
