@@ -1,11 +1,14 @@
 """The structure of a graph for tensor parallelism: column- and row-parallel products, and the vocabulary lookup."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, arguments_of
 from autopar.ir.inference.for_inference import tracked
-from autopar.ir.op_facts import facts_of
+from autopar.ir.op_facts import PERMUTATIONS, facts_of
+
+_SECTIONS = ("aten.split_with_sizes.default", "aten.slice.Tensor")
+_REDUCTIONS = ("mean", "sum", "var", "var_mean", "amax", "amin", "softmax", "log_softmax", "linalg_vector_norm")
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ def structure_of(graph: Graph) -> Structure:
 
     A product whose activation derives from other products alone is row-parallel, those others are column-parallel. A
     product that no further product depends on (a language model's head) is column-parallel too; all others stay whole.
+    Of three products in turn, as of latent attention, the two are paired between which nothing mixes the split dim.
     """
     from_parameters = values_from_parameters(graph)
     positional = _positional_values(graph, from_parameters)
-    _, rows = _pair(graph, from_parameters, positional)
+    rows = _rows(graph, from_parameters, positional)
     columns = {name for row in rows.values() for name in row}
     _, feeding_any = _feeders(graph, set(rows), from_parameters)
     kinds = {}
@@ -52,7 +56,7 @@ def structure_of(graph: Graph) -> Structure:
 
 def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> Structure:
     """`structure` with other `kinds` of products, and the region that these bound."""
-    sources, _ = _pair(graph, structure.from_parameters, structure.positional)
+    sources, _ = _pair(graph, structure.from_parameters, structure.positional, kinds)
     rows = {name for name, kind in kinds.items() if kind == "row"}
     feeding_row, _ = _feeders(graph, rows, structure.from_parameters)
     region = {
@@ -122,25 +126,69 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
     return frozenset(positional)
 
 
+def _rows(graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]) -> dict[str, frozenset[str]]:
+    """Row product -> its column products: first the pairs between which nothing mixes the split dim, then others of the
+    products that are left.
+
+    A product before one of the columns is no column, though a part of its result goes around that one.
+    """
+    sources, others = _pair(graph, from_parameters, positional)
+    _, rows = _pair(graph, from_parameters, positional, is_strict=True)
+    before = {
+        op.name: sources.get(op.inputs[slots[0]].name) or frozenset[str]()
+        for op in graph.ops
+        if (slots := product_slots(op, from_parameters))
+    }
+    rows = {row: columns - frozenset().union(*map(before.__getitem__, columns)) for row, columns in rows.items()}
+    taken = rows.keys() | {name for columns in rows.values() for name in columns}
+    return rows | {row: columns for row, columns in others.items() if row not in taken and not columns & taken}
+
+
 def _pair(
-    graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]
+    graph: Graph,
+    from_parameters: frozenset[str],
+    positional: frozenset[str],
+    kinds: Mapping[str, str] | None = None,
+    *,
+    is_strict: bool = False,
 ) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
-    """(value -> the products that it derives from, None if from something
-    else too; row product -> its column products).
+    """(value -> the products that it derives from, None if from something else too; row product -> its column
+    products), of `kinds` if they are given. `is_strict`: not through what mixes all of a product's result.
     """
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}
+    wide: set[str] = set()  # values whose last dim is the one that a product has made
     activations = graph.once(tracked) - from_parameters - positional
     for op in graph.ops:
         slots = product_slots(op, from_parameters)
         if slots is None:
-            pair = _merge(op, sources, activations)
+            pair = None if is_strict and _mixes(op, wide) else _merge(op, sources, activations)
+        elif kinds is not None:
+            pair = None if kinds.get(op.name) == "row" else frozenset({op.name})
         elif paired := sources.get(op.inputs[slots[0]].name):
             rows[op.name], pair = paired, None
         else:
             pair = frozenset({op.name})
         sources.update((value.name, pair) for value in op.outputs)
+        if slots is not None or _keeps_width(op, wide):
+            wide.update(value.name for value in op.outputs)
     return sources, rows
+
+
+def _keeps_width(op: Op, wide: Set[str]) -> bool:
+    read = [value for value in op.inputs if value.name in wide]
+    return any(
+        value.shape[-1:] == made.shape[-1:] or op.target in _SECTIONS for value in read for made in op.outputs
+    ) and (op.target not in PERMUTATIONS)
+
+
+def _mixes(op: Op, wide: Set[str]) -> bool:
+    """Whether an op reduces the last dim of a product's result."""
+    if base_name(op) not in _REDUCTIONS or op.inputs[0].name not in wide:
+        return False
+    arguments, ndim = arguments_of(op), len(op.inputs[0].shape)
+    dims = arguments.get("dim")
+    return dims is None or ndim - 1 in {dim % ndim for dim in (dims if isinstance(dims, tuple) else (dims,))}
 
 
 def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], activations: frozenset[str]) -> frozenset[str] | None:
