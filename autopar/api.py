@@ -110,6 +110,7 @@ def plan(
         return _with_notes(choose_devices(graph, planar, found, request, progress=progress, predict=rank_peaks))
 
 
+@torch.inference_mode(False)  # which a script may be in, and trains later
 def compile(
     model: nn.Module,
     mesh: AnyMesh,

@@ -36,7 +36,12 @@ def is_users(path: str) -> bool:
     folders = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in packages if package is not None)
     if path.startswith((*folders, "<")):
         return False
-    return not path.startswith(_LIBRARY) or path.removeprefix(_LIBRARY).startswith(_INSTALLED)
+    return not is_pythons(path)
+
+
+def is_pythons(path: str) -> bool:
+    """Whether the file is of Python's own library."""
+    return path.startswith(_LIBRARY) and not path.removeprefix(_LIBRARY).startswith(_INSTALLED)
 
 
 class AutoparError(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import dict_version
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _compiling_state_context
 from torch._ops import HigherOrderOperator, OpOverload
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.stage import _RecvInfo
@@ -55,6 +56,7 @@ __all__ = [
     "FSDPParam",  # by which fully_shard takes a parameter; of one that is sharded already its error does not say so
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
     "FakeTensorMode",  # torch.export takes its fake tensors from an active one
+    "FlatParamHandle",  # as FSDPParam, of FullyShardedDataParallel
     "FunctionApply",
     "HigherOrderOperator",  # targets of exported nodes are instances of it and of OpOverload
     "OpOverload",
@@ -81,6 +83,7 @@ __all__ = [
     "hooks_of_all_modules",
     "is_autocast_wrapper",
     "is_in_backward",
+    "is_legacy_batchedtensor",  # a gradient of is_grads_batched=True, which is refused by name
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
     "is_wrapped_by_torch_compile",  # the class of what torch.compile returns is in no public module

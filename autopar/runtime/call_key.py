@@ -18,7 +18,7 @@ from autopar.ir.export.pytree_types import register_types
 from autopar.ir.guards.example_values import keep_value
 from autopar.ir.inference.kv_caches import remedy_of
 from autopar.runtime.local_batch import LocalBatch
-from autopar.torch_compat import pytree
+from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
 Key = tuple[Any, ...]  # what a call looks like; hashable
 # Leaves that are written into a program as they are.
@@ -170,15 +170,21 @@ def grad_mode_reads() -> Iterator[GradModeReads]:
 @contextmanager
 def own_autograd() -> Iterator[None]:
     """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation
-    checkpointing).
+    checkpointing) or ops (FlopCounterMode).
     """
     unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), unchanged:
+    with torch.inference_mode(False), torch.enable_grad(), unchanged, without_dispatch_modes():
         yield
 
 
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, FakeTensor):
+            raise AutoparError(
+                f"an argument of shape {tuple(leaf.shape)} is a fake tensor, without values, and the compiled model has"
+                " parts and collectives of real ones: expected tensors with values. What a step takes is predicted"
+                " before autopar.compile: autopar.plan(model, mesh, args=...) takes the model, and tensors on meta"
+            )
         if forward_ad.unpack_dual(leaf).tangent is not None:
             raise AutoparError(
                 f"an argument of shape {tuple(leaf.shape)} is a dual tensor of torch.autograd.forward_ad, whose tangent"

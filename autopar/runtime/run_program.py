@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.errors import AutoparError
 from autopar.ir.autocast import autocast_off
@@ -147,6 +148,7 @@ def check_no_transform() -> None:
     """AutoparError inside torch.func, whose transforms know no collectives, and where the call is traced."""
     check_not_traced("torch.jit.trace" if torch.jit.is_tracing() else "")
     check_not_traced("torch.export" if torch.compiler.is_exporting() else "")
+    check_not_traced("make_fx" if get_proxy_mode() is not None else "")
     if peek_interpreter_stack() is not None:
         raise AutoparError(
             "the model was called inside torch.func.grad, vmap or jvp, or what is built of them (jacrev, hessian):"

@@ -16,6 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.errors import AutoparError
+from autopar.torch_compat import is_legacy_batchedtensor
+
+_BATCHED = (
+    "a batch of gradients at once (torch.autograd.grad(is_grads_batched=True), or what is built of it:"
+    " torch.autograd.functional.jacobian and hessian(vectorize=True)) was asked of what a compiled model gave:"
+    " collectives take one tensor each. Leave vectorize out, or call torch.autograd.grad(..., retain_graph=True) for"
+    " each vector"
+)
 Result = TypeVar("Result")
 Landing = Callable[[], tuple[torch.Tensor, ...]]  # waits for a collective and gives its results
 
@@ -160,7 +169,9 @@ def expect(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def taken(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The whole gradients of a node, of which `expect` was called."""
+    """The whole gradients of a node, of which `expect` was called; AutoparError for batches of gradients."""
+    if not torch.compiler.is_compiling() and any(map(is_legacy_batchedtensor, gradients)):
+        raise AutoparError(_BATCHED)
     if ctx.wide is None:
         return tuple(gradients)
     return tuple(arrived(ctx.in_flight, x, output) for output, x in enumerate(gradients))

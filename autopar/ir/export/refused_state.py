@@ -111,7 +111,12 @@ def _gradient_hooks_of_modules(model: nn.Module) -> Iterator[tuple[Iterable[Call
         name = f"module {fqn}" if fqn else "the model"
         yield (*module._backward_hooks.values(), *module._backward_pre_hooks.values()), name
     for hooks in hooks_of_all_modules("backward"):
-        yield hooks.values(), "every module"
+        yield [hook for hook in hooks.values() if not is_of_torch(hook)], "every module"
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Whether a hook of all modules is one by which torch counts or traces calls (FlopCounterMode, CommDebugMode)."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _place(hook: Any) -> str:
@@ -137,6 +142,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         for owner, name in ((torch.autograd, "autograd.backward"), (torch.Tensor, "Tensor.backward")):
             stack.enter_context(patch.object(owner, "backward", _refusal(_BACKWARD.format(name))))
         stack.enter_context(patch.object(torch.Tensor, "data", property(_get_data, _set_data)))
+        stack.enter_context(patch.object(torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)))
         stack.enter_context(patch.object(nn.Module, "to", _moved(nn.Module.to)))
         stack.enter_context(gradients_kept())
         stack.enter_context(sequences_kept_padded())
@@ -144,11 +150,25 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(tensors_stacked())
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         stack.enter_context(values_kept())
+        stack.enter_context(_trackers_left_out())
         stack.enter_context(_observers_refused(model))
         stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)
         stack.callback(register_module_buffer_registration_hook(buffers.note).remove)
         stack.callback(model.register_forward_hook(buffers.write_back).remove)
+        yield
+
+
+@contextmanager
+def _trackers_left_out() -> Iterator[None]:
+    """Inside, hooks of all modules by which torch counts calls see none: a trace is no part of a step."""
+    with ExitStack() as stack:
+        for hooks in (*hooks_of_all_modules("forward"), *hooks_of_all_modules("backward")):
+            everyone = dict(hooks)
+            stack.callback(hooks.update, everyone)
+            stack.callback(hooks.clear)
+            for key in [key for key, hook in everyone.items() if is_of_torch(hook)]:
+                del hooks[key]
         yield
 
 
@@ -285,6 +305,17 @@ def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
         raise TraceError(_REPLACED_DATA)
     with torch.no_grad():
         x.copy_(data)
+
+
+def _copied(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`copy.deepcopy` of a tensor, or of a layer's weights, in the forward: no gradient goes from the copy to it."""
+
+    def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if not isinstance(self, FakeTensor) or not self.is_leaf:
+            return original(self, memo)
+        return memo.setdefault(id(self), self.detach().clone())
+
+    return deepcopy
 
 
 def _moved(original: Callable[..., Any]) -> Callable[..., Any]:

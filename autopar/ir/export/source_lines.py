@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.errors import is_users
+from autopar.errors import is_pythons, is_users
 
 TRANSFORMS = "transforms of torch.func in the model are not supported: write the batched computation out"
 _TRANSFORMING = {("_functorch", "vmap.py"), ("_functorch", "eager_transforms.py")}
@@ -116,7 +116,7 @@ def module_of(nn_module_stack: Any) -> str:
 
 def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     # "<string>" and the like are code that torch made.
-    outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<")) and not is_pythons(frame[0])]
     helpers = f"{os.sep}transformers{os.sep}"
     is_helper = [helpers in path and not os.path.basename(path).startswith("modeling_") for path, _ in outside]
     own = [frame for frame, helps in zip(outside, is_helper) if not helps]
@@ -125,6 +125,16 @@ def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     return "", ""
 
 
+_OF_WORDS = {  # of torch's message
+    ".numpy() is not supported": (
+        "what NumPy computes is not recorded: compute it by torch, or outside, and hand it in as an argument"
+    ),
+    "Cannot access data pointer": "addresses of tensors are not recorded, and the program has others: do without",
+    "in output, which is not a known type": (
+        "return its tensors, in a tuple, dict or dataclass (of a torch.distributions object its parameters, e.g."
+        " logits), and make the object of what the compiled model gives"
+    ),
+}
 _ELSEWHERE = (
     "it reads weights of the compiled model itself, which are DTensors, by a global name or another object, and a copy"
     " of the model is traced: let forward read them from self, as types.MethodType(function, model) does"
@@ -139,6 +149,7 @@ def remedy_of(error: Exception) -> str:
             remedy = TRANSFORMS
     if "cast NotImplemented to Tensor" in str(error):  # of a DTensor beside what is traced
         remedy = _ELSEWHERE
+    remedy = next((told for words, told in _OF_WORDS.items() if words in str(error)), remedy)
     if "fake tensor in the exported program constant's list" in str(error):  # torch does not record what vmap moves
         remedy = "of torch.vmap, take torch.vmap(out_dims=0) and move the dim of the result"
     return f"; {remedy}" if remedy else ""

@@ -1,20 +1,20 @@
 """Checks of the model and the example arguments that a user gives."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import style
+from torch.distributed.tensor.parallel import ddp, style
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import AutoparError
 from autopar.runtime.dtensor_state import is_of_autopar, is_taken_over
 from autopar.runtime.sharded_module import ShardedModule
-from autopar.torch_compat import FSDPParam, before
+from autopar.torch_compat import FlatParamHandle, FSDPParam, before
 
 
 def checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -58,7 +58,14 @@ def check_not_parallel(model: nn.Module) -> None:
 @functools.cache
 def _watch_sharding() -> None:
     before(FSDPParam, "_init_sharded_param", lambda _, x, *__: _check_not_compiled(x, "fully_shard"))
+    before(FlatParamHandle, "__init__", lambda _, *given: _check_none_compiled(given[0], "FullyShardedDataParallel"))
+    before(ddp, "_localize_dtensor", lambda module, *_: _check_none_compiled(module.parameters(), "replicate"))
     before(style, "distribute_tensor", lambda x, *_: _check_not_compiled(x, "parallelize_module"))
+
+
+def _check_none_compiled(tensors: Iterable[torch.Tensor], function: str) -> None:
+    for x in tensors:
+        _check_not_compiled(x, function)
 
 
 def _check_not_compiled(x: torch.Tensor, function: str) -> None:

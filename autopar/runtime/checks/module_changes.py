@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
+from autopar.ir.export.refused_state import is_of_torch
 from autopar.runtime.checks.count_settings import settings_counted
 from autopar.runtime.checks.dict_versions import versions_of
 from autopar.runtime.checks.held_values import PLAIN, copied, dict_of, is_small, nested_in, reader_of, settings_inside
@@ -234,7 +235,7 @@ def describe(module: nn.Module) -> ModuleState:
         state |= {name: x for name, x in hooks.items() if x}
     for kind, names in _read_of_classes(module).items():
         state |= {f"{kind.__qualname__}.{name}": _value(getattr(kind, name)) for name in names}
-    own = {kind: [x for x in hooks.values() if not _is_of_torch(x)] for kind, hooks in _hooks_of_all().items()}
+    own = {kind: [x for x in hooks.values() if not is_of_torch(x)] for kind, hooks in _hooks_of_all().items()}
     state |= {kind: tuple(map(Same, hooks)) for kind, hooks in own.items() if hooks}
     state |= {f"the variable {name}": _value(d[name]) for name, d in _outside(module)}
     first: dict[int, str] = {}  # what is tied lies under its first name
@@ -245,11 +246,6 @@ def _hooks_of_all() -> dict[str, dict[int, Any]]:
     ways = ("forward", "backward")
     kinds = [f"the {way} {part}hooks of all modules" for way in ways for part in ("", "pre-")]
     return dict(zip(kinds, [hooks for way in ways for hooks in hooks_of_all_modules(way)]))
-
-
-def _is_of_torch(hook: Any) -> bool:
-    """Whether a hook is one by which torch counts or traces calls, of which a program knows nothing."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _is_around(name: str, x: Any, module: nn.Module) -> bool:

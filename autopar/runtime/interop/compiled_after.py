@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.torch_compat import wants_one_graph
+from autopar.torch_compat import module_of_caller, wants_one_graph
 
 _REFUSED = (
     "torch.compile(fullgraph=True) of a model that autopar.compile returned: expected fullgraph=False, the default, for"
@@ -28,6 +28,13 @@ class CompiledAfter(nn.Module):
         if wants_one_graph():
             raise AutoparError(_REFUSED)
         raise AttributeError("_initialize_hook")
+
+    @property
+    def __jit_ignored_attributes__(self) -> Any:
+        """Asked by torch.jit.script and trace, which would read all others as part of the model."""
+        if "jit" in module_of_caller().partition("torch.")[2]:
+            check_not_traced("torch.jit.script or torch.jit.trace")
+        raise AttributeError("__jit_ignored_attributes__")
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`; AutoparError with `fullgraph`."""

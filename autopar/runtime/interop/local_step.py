@@ -50,6 +50,7 @@ def _has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
 def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
     known: dict[DTensor, _Parts] = {}
 
+    @torch.compiler.disable(reason="an update has parts of this rank in place of DTensors")
     @wraps(step)
     def on_parts(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         # a closure computes gradients of the parameters, and hooks may ask for their norms

@@ -74,6 +74,7 @@ def cut_loaded_state() -> None:
         check_plain_layers(optimizer)
         cut(optimizer)
 
+    @torch.compiler.disable(reason="autopar looks at state and gradients outside of compiled graphs")
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_on_whole(optimizer):
             check_plain_layers(optimizer)

@@ -33,6 +33,7 @@ def stand_in(module: nn.Module, mesh: DeviceMesh) -> Own:
 
 def _stand_in(parameter: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     content = parameter.detach()
+    content = content.clone() if content.is_inference() else content  # those require no gradient
     if not isinstance(content, DTensor):  # else of a module that was part of a compiled one
         # from_local would move the model to the device of the mesh
         like = on_mesh(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)

@@ -153,9 +153,19 @@ def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.from_numpy(x.detach().numpy() + 1)
+
+
+def by_address(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * (1 if x.data_ptr() else 2)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (by_numpy, r"`return x \+ torch.from_numpy.*; what NumPy computes is not recorded: compute it by torch"),
+        (by_address, r"`return x \* .*; addresses of tensors are not recorded"),
         (written, r".*changes parameter weight in place after it was read"),
         (averaged, r".*changes parameter weight in place after it was read"),
         (shared, r"`model.weight.data = .*sets the .data of a tensor"),
@@ -167,6 +177,12 @@ def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_what_would_be_lost_is_refused_in_the_models_line(function, words: str) -> None:
     with pytest.raises(AutoparError, match=r"test_refused_state.py:\d+: " + words):
         trace(Calls(function), (X,), {})
+
+
+def test_an_output_of_an_unknown_type_is_refused_with_what_to_return() -> None:
+    model = Calls(lambda _, x: torch.distributions.Categorical(logits=x))
+    with pytest.raises(TraceError, match=r"categorical.Categorical.*; return its tensors, .* e.g. logits"):
+        trace(model, (X,), {})
 
 
 def doubled(*args):

@@ -13,6 +13,13 @@ from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 OF_STAGES = "those of this rank's stages only"
 
 
+class Body(Stack):
+    """The blocks alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
 class Around(nn.Module):
     """A compiled body, and a head that nobody compiled."""
 
@@ -326,3 +333,64 @@ def checkpoint_of_safetensors(run: Run) -> Numbers:
         dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path / "saved")))
         other.load_state_dict(state)
         return {"loss": run.step(other, *args)} | run.parameters(other)
+
+
+@case(on=FORWARD, peers=False, refused="make_fx of a model that autopar.compile returned")
+def traced_by_make_fx(run: Run) -> Numbers:
+    """torch.fx.experimental.proxy_tensor.make_fx of the compiled model"""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, _ = batch()
+    model = run.compile(Body(), args=(x,))
+    return {"out": make_fx(model)(x)(x)}
+
+
+@case(on=FORWARD, peers=False, refused="torch.jit.script or torch.jit.trace of a model that autopar.compile returned")
+def scripted_after(run: Run) -> Numbers:
+    """torch.jit.script of the compiled model, before its first call"""
+    x, _ = batch()
+    return {"out": torch.jit.script(run.compile(Body()))(x)}
+
+
+@case(on=(DP_TP,), peers=False, refused="a batch of gradients at once .* Leave vectorize out")
+def jacobian_at_once(run: Run) -> Numbers:
+    """torch.autograd.functional.jacobian(vectorize=True) of the compiled model in its input"""
+    x, _ = batch()
+    return {"jacobian": torch.autograd.functional.jacobian(run.compile(Body(), args=(x,)), x, vectorize=True)}
+
+
+@case(on=FORWARD)
+def counted_by_torch(run: Run) -> Numbers:
+    """FlopCounterMode and CommDebugMode around the first step"""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    args, losses, counted = batch(), [], []
+    model = run.compile(Stack())
+    for _ in range(2):
+        with FlopCounterMode(display=False) as flops, CommDebugMode():
+            losses.append(run.step(model, *args))
+        counted.append(flops.get_total_flops())
+    return {"losses": torch.stack(losses), "again": torch.tensor(counted[0] / counted[1])} | run.gradients(model)
+
+
+@case()
+def copies_in_forward(run: Run) -> Numbers:
+    """copy.deepcopy of a layer and of the input within forward: the copies get no gradient"""
+
+    class Copying(Stack):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x) + copy.deepcopy(self.blocks[0])(copy.deepcopy(x))
+
+    args = batch()
+    model = run.compile(Copying(), args=args)
+    return {"loss": run.step(model, *args)} | run.gradients(model)
+
+
+@case(on=FORWARD, peers=False)
+def compiled_in_inference_mode(run: Run) -> Numbers:
+    """A model with a batch norm that is built, compiled and called within torch.inference_mode()"""
+    x, _ = batch()
+    with torch.inference_mode():
+        model = run.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval())
+        return {"out": model(x).clone(), "again": model(x + 1).clone()}

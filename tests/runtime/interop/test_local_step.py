@@ -1,6 +1,7 @@
 """Optimizer steps on parts: the same bits as on DTensors, which the optimizer still has between two steps."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -113,6 +114,32 @@ def others_see_whole() -> None:
 @pytest.mark.multirank
 def test_hooks_closures_and_failures_leave_dtensors(ranks4: Ranks) -> None:
     ranks4.run(others_see_whole)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def compiled_around() -> None:
+    losses = {}
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = Net(), torch.randn(8, 8)
+        sharded = autopar.compile(model, device_mesh((4,), ("dp",)), args=(x,), cluster="free-links")
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.01, momentum=0.9)
+        update = torch.compile(partial(_step, optimizer), backend="eager")
+        losses[is_compiled] = []
+        for _ in range(3):
+            loss = sharded(x)
+            loss.backward()
+            update() if is_compiled else optimizer.step()
+            losses[is_compiled].append(loss.detach())
+    assert torch.equal(torch.stack(losses[True]), torch.stack(losses[False]))
+
+
+@pytest.mark.multirank
+def test_a_compiled_function_may_have_the_step_in_it(ranks4: Ranks) -> None:
+    ranks4.run(compiled_around)
 
 
 @pytest.mark.parametrize("largest", [3, 100])
