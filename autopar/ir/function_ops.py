@@ -19,6 +19,8 @@ NAMESPACE = "autograd_function"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum)
 _SAME = (type, FunctionType, BuiltinFunctionType)  # equal if they are one object
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# Ops by which torch takes what torch.tensor makes of Python's numbers.
+MADE_OF_NUMBERS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default))
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,24 @@ def test_a_pickled_op_takes_its_class_along() -> None:
     assert how is target_of and application.cls is Scaled and pickle.loads(pickle.dumps(op)) == op
 
 
+class Filled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.maximum(x, torch.tensor(0.25, dtype=x.dtype)) * torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0.25) * torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype)
+
+
+def test_tensors_that_a_function_makes_of_numbers_are_its_own() -> None:
+    model = nn.Linear(3, 3)
+    model.register_forward_hook(lambda _module, _args, output: Filled.apply(output))
+    assert_same_as_model(trace(model, (X,), {}), model, (X,), {})
+
+
 def test_flops_are_counted() -> None:
     weight = torch.ones(3, 5)
     (op,) = (op for op in traced(lambda x: Product.apply(x, weight), X).ops if "Product" in op.target)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
 from autopar.ir.export.fake_device import fake_like
-from autopar.ir.function_ops import TENSOR, Application, is_constant, target_of
+from autopar.ir.function_ops import MADE_OF_NUMBERS, TENSOR, Application, is_constant, target_of
 from autopar.ir.graph import resolve
 from autopar.torch_compat import (
     FunctionApply,
@@ -129,6 +129,8 @@ class _Probe(TorchDispatchMode):
         read = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
         if any(map(is_traceable_wrapper_subclass, read)):
             return NotImplemented  # the class calls ops on the tensors inside
+        if func in MADE_OF_NUMBERS:  # inside, by torch.tensor
+            self.known += read
         known = {x.untyped_storage()._cdata for x in self.known}
         foreign = [x for x in read if x.untyped_storage()._cdata not in known]
         if foreign and not self.foreign:

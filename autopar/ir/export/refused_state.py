@@ -28,6 +28,7 @@ from autopar.ir.guards.assignments import assignments_kept
 from autopar.ir.guards.kept_losses import values_kept
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
 from autopar.ir.guards.tensors_of_tensors import tensors_stacked
+from autopar.ir.numbers.drawn_numbers import DRAWN, draws_compared, refused_by_torch
 from autopar.torch_compat import FakeTensor, hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
@@ -174,26 +175,26 @@ def _trackers_left_out() -> Iterator[None]:
 
 @contextmanager
 def _other_randomness_refused(model: nn.Module) -> Iterator[None]:
-    """TraceError if the forward draws from the generators of Python or NumPy: each call would get the same numbers."""
+    """TraceError if the forward goes by what it draws from the generators of Python or NumPy: each call would get the
+    same numbers.
+    """
     before: dict[str, Any] = {}
+    with ExitStack() as stack, ExitStack() as forward:
 
-    def compare(*_: Any) -> None:
-        for name, state in _generators().items():
-            if state != before.get(name, state):
-                raise TraceError(
-                    f"the forward draws from {name}, and a program would have the same numbers in each call: draw by"
-                    " torch (torch.rand and torch.where; nn.Dropout), or outside and hand the number in as an argument"
-                )
+        def begin(*_: Any) -> None:
+            before.update(_generators())
+            forward.enter_context(draws_compared())
 
-    handles = (
-        model.register_forward_pre_hook(lambda *_: before.update(_generators())),
-        model.register_forward_hook(compare),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        def compare(*_: Any) -> None:
+            forward.close()
+            for name, state in _generators().items():
+                if state != before.get(name, state):
+                    raise TraceError(DRAWN.format(name))
+
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        stack.callback(model.register_forward_hook(compare).remove)
+        with refused_by_torch():
+            yield
 
 
 def _generators() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.call_args import call, take_slots
-from autopar.ir.function_ops import is_function
+from autopar.ir.function_ops import MADE_OF_NUMBERS, is_function
 from autopar.ir.graph import Op, Value
 from autopar.ir.op_facts import is_random, is_view
 from autopar.torch_compat import FakeTensorMode, OpOverload, pytree
@@ -136,6 +136,7 @@ class _BodyReader:
         self.parts: dict[Node, tuple[Value, ...]] = {}  # of an op with several results
         self.shared: set[Node] = set()  # views and what they are of
         self.results: list[Node | None] = []
+        self.constants: dict[Any, torch.Tensor] = {}
 
     def take(self, node: Node) -> None:
         if node.op == "placeholder":
@@ -145,10 +146,20 @@ class _BodyReader:
         elif node.target is getitem:
             source, number = node.args
             self.values[node] = self.parts[source][number]  # pyrefly: ignore[bad-index]
+        elif node.op == "get_attr":
+            self.constants[node] = getattr(node.graph.owning_module, str(node.target))
+        elif node.target in MADE_OF_NUMBERS and (number := self._number(node)) is not None:
+            args, kwargs, made = ((), number.item()), (("dtype", number.dtype),), self._value(node, node.meta["val"])
+            self.ops.append(Op(node.name, "aten.full.default", args, kwargs, (), (made,), False, "", ""))
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
             self._take_op(node, node.target)
         else:
             raise _Unknown
+
+    def _number(self, node: Node) -> torch.Tensor | None:
+        """The tensor without dims that `torch.tensor` made of a number inside the function."""
+        made = self.constants.get(node.args[0])
+        return made if made is not None and not made.dim() else None
 
     def _take_op(self, node: Node, target: OpOverload) -> None:
         if target._schema.is_mutable:

@@ -222,10 +222,52 @@ def drawn_by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * float(np.random.rand())
 
 
-@pytest.mark.parametrize(("function", "name"), [(drawn_by_python, "Python's random"), (drawn_by_numpy, "numpy.random")])
+def drawn_in_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x if np.random.uniform(0.5, 1) < 1 else -x
+
+
+def drawn_together(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(np.random.rand(4))
+
+
+_PYTHON, _NUMPY = "Python's random", "numpy.random"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (drawn_by_python, _PYTHON),
+        (drawn_by_numpy, _NUMPY),
+        (drawn_in_between, _NUMPY),
+        (drawn_together, _NUMPY),
+        (lambda model, x: x * random.random(), _PYTHON),
+        (lambda model, x: x + random.randint(0, 3), _PYTHON),
+        (lambda model, x: x if np.random.rand() else -x, _NUMPY),
+        (lambda model, x: torch.where(x > random.uniform(0, 1), x, -x), _PYTHON),
+        (lambda model, x: x.clamp(max=random.random()), "Python's random or numpy.random"),
+        (lambda model, x: x + torch.tensor(np.random.uniform(-1, 1)), "Python's random or numpy.random"),
+    ],
+)
 def test_random_numbers_that_are_not_of_torch_are_refused(function, name: str) -> None:
-    with pytest.raises(TraceError, match=f"draws from {name}.*hand the number in"):
+    with pytest.raises(TraceError, match=f"(?s)draws from {name}.*hand the number in"):
         trace(Calls(function), (X,), {})
+
+
+@pytest.mark.parametrize(
+    ("function", "sign"),
+    [
+        (lambda model, x: x if np.random.uniform(0, 1) < 0.0 else -x, -1),
+        (lambda model, x: x if random.random() < 1.0 else -x, 1),
+        (lambda model, x: x if np.random.rand() >= 0 else -x, 1),
+        (lambda model, x: x if random.uniform(2, 1) >= 1 and random.uniform(0, 0.25) < 0.5 else -x, 1),
+        (lambda model, x: x if np.random.uniform(0, 1) > 1 else -x, -1),
+    ],
+)
+def test_draws_that_all_say_the_same_are_none(function, sign: int) -> None:
+    states = random.getstate(), np.random.get_state()[2]
+    (result,), _ = run(trace(Calls(function), (X,), {}), {"weight": torch.ones(4), "x": X})
+    assert torch.equal(result, sign * X)
+    assert (random.getstate(), np.random.get_state()[2]) == states
 
 
 SEEN: list[torch.Tensor] = []

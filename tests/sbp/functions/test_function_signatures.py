@@ -34,6 +34,27 @@ class Halved(torch.autograd.Function):
         return gradient.sign() / ctx.num
 
 
+class MaskedSoftmax(torch.autograd.Function):
+    """That of DeBERTa: the number it fills in is a tensor made inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = torch.softmax(x.masked_fill(mask, torch.tensor(torch.finfo(x.dtype).min)), -1).masked_fill_(mask, 0)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, out, -1, out.dtype), None
+
+
+def test_a_function_makes_a_tensor_of_a_number() -> None:
+    mask = torch.rand(4, 6, 5) < 0.3
+    found = exercise(target(MaskedSoftmax, 2), draw(4, 6, 5, dtype=torch.float64), mask)
+    assert {"S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)"} <= set(found)
+
+
 @pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
 def test_products_in_float8_split_as_others(scaling: str) -> None:
     torch.manual_seed(0)
