@@ -52,6 +52,12 @@ _SIZED_BY_VALUES = frozenset(
 _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 )
+_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional.", "c10d.")
+_COMMUNICATES = (
+    "the forward calls a collective of torch.distributed, but a compiled model computes what one device does with the"
+    " whole batch, whose sums need no other rank and would be counted once for each: switch it off, as by"
+    " sync_codebook=False, or call it around the model"
+)
 _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
 _PARTS = tuple(
     f"aten.{name}."
@@ -121,6 +127,8 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         made, index = _arguments(node)
         return region.env[made][index]
     target = _target_of(node)
+    if target.startswith(_COLLECTIVES):
+        raise TraceError(f"{_quote(node)}: {_COMMUNICATES}")
     if is_only_checked(node) or _gives_no_tensor(node):
         return None
     if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):
