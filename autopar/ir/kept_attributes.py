@@ -28,7 +28,6 @@ BESIDE = "called_beside"
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict)
 _HOLDING = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
-_GIVEN = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
 
 Export = Callable[[], ExportedProgram]
 
@@ -128,7 +127,11 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
     with_tensors = tuple(attribute for attribute in changed if attribute.tensors)
     if with_tensors:
         reads = _Reads()
-        dependent = _dependent(_exported(model, export, reads, returned=with_tensors)[0])
+        returning = _exported(model, export, reads, returned=with_tensors)[0]
+        dependent, changing = _dependent(returning, _is_given), _dependent(returning, _may_change)
+        caches = [x for x in with_tensors if x.place not in changing and _is_emptied_by_train(x)]
+        changed = [x for x in changed if x not in caches]
+        with_tensors = tuple(x for x in with_tensors if x not in caches)
         for attribute in with_tensors:
             if attribute.place in reads.before & dependent and _matters(model, export, with_tensors, program):
                 raise _refusal(attribute)
@@ -248,10 +251,44 @@ def _reads_noted(owner: Any, places: Mapping[str, str], reads: _Reads) -> Iterat
         owner.__class__ = kind
 
 
-def _dependent(program: ExportedProgram) -> set[str]:
-    """The places of attributes, returned beside the output, that depend on what the model is given."""
+def _is_given(kind: InputKind, placeholder: torch.fx.Node) -> bool:
+    return kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
+
+
+def _may_change(kind: InputKind, placeholder: torch.fx.Node) -> bool:
+    """Whether it may be another in the next call in eval mode: an argument, or a buffer that holds no indices."""
+    is_written = kind is InputKind.BUFFER and placeholder.meta["val"].is_floating_point()
+    return is_written or kind is InputKind.USER_INPUT
+
+
+def _is_emptied_by_train(attribute: Attribute) -> bool:
+    """Whether it is a dict of a module in eval mode that is empty once the module's own `train()` is called, so that
+    what is left in it is of these weights: LeViT's biases of attention.
+    """
+    owner, name = attribute.owner, attribute.name
+    held = owner.__dict__.get(name)
+    if type(held) is not dict or not isinstance(owner, nn.Module) or owner.training:
+        return False
+    if type(owner).train is nn.Module.train:
+        return False
+    modes, before = [(module, module.training) for module in owner.modules()], dict(held)
+    try:
+        held[name] = True
+        owner.train()
+        return not owner.__dict__.get(name)
+    finally:
+        owner.__dict__[name] = held
+        held.clear()
+        held.update(before)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _dependent(program: ExportedProgram, is_one: Callable[[InputKind, torch.fx.Node], bool]) -> set[str]:
+    """The places of attributes, returned beside the output, that depend on an input that `is_one`."""
     nodes = {node.name: node for node in program.graph.nodes}
-    given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _GIVEN}
+    specs = program.graph_signature.input_specs
+    given = {spec.arg.name for spec in specs if spec.arg.name in nodes and is_one(spec.kind, nodes[spec.arg.name])}
     outputs = [x.arg for x in program.graph_signature.output_specs if x.kind == OutputKind.USER_OUTPUT]
     assert program.call_spec.out_spec is not None, "an exported program knows its outputs"
     _, attributes = pytree.tree_unflatten(outputs, program.call_spec.out_spec)
