@@ -4,7 +4,9 @@ A boundary tensor, made by one stage and read by a later one, crosses every cut 
 stage before a cut and an input of the stage behind it, even of a stage that only passes it on. Arguments, buffers,
 constants and parameters are on every stage that reads them (a tied parameter on several). Values that follow from
 arguments, buffers and constants alone (masks, rotary angles, shifted labels) are small and need no gradient: each stage
-that reads one computes it itself.
+that reads one computes it itself. So it does with what is looked up or spread out from a small parameter, whatever the
+batch is (T5's position biases, of which each microbatch would send as much as of a layer's result): the parameter is
+tied then.
 """
 
 from collections import defaultdict
@@ -12,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import torch
+
 from autopar.errors import UnsupportedOp
 from autopar.ir.folding.fold import Folded
 from autopar.ir.function_ops import is_function
-from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.graph import Graph, Input, Op, Value, resolve
 from autopar.ir.interpret import constants_for
 from autopar.ir.op_facts import facts_of, is_random
 
@@ -48,7 +52,7 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
         for op in graph.ops[start:stop]
         for v in op.outputs
     }
-    remade = made_of_arguments(graph)
+    remade = remade_values(graph)
     again = [at for at, op in enumerate(graph.ops) if remade.issuperset(value.name for value in op.outputs)]
     blocks = [_block(graph, made, remade, again, span, index) for index, span in enumerate(pairwise(bounds))]
     readers = _readers(graph, blocks, made)
@@ -71,7 +75,8 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
         first, block = position[repeat.ops[0]], len(repeat.ops)
         end = first + block * repeat.count
         points.update(range(first, end + 1, block) if repeat is folded.repeats[-1] else range(first, end, block))
-    inside = {point for point in points if 0 < point < len(graph.ops)}
+    numbers = crossing_numbers(graph)
+    inside = {point for point in points if 0 < point < len(graph.ops) and numbers[point]}
     if len(inside) + 1 < least:
         inside.update(_with_wider(graph, list(_narrow_points(graph)), least))
     return tuple(graph.ops[point].name for point in sorted(inside))
@@ -116,14 +121,16 @@ def crossing_bytes(graph: Graph) -> list[int]:
     return _crossing(graph, lambda value: value.num_bytes)
 
 
-def crossing_numbers(graph: Graph) -> list[int]:
-    """For each op the number of boundary tensors that cross a cut before it."""
-    return _crossing(graph, lambda _: 1)
+def crossing_numbers(graph: Graph, remade: frozenset[str] | None = None) -> list[int]:
+    """For each op the number of boundary tensors that cross a cut before it; `remade`: the values that each stage
+    computes itself, by default `remade_values`.
+    """
+    return _crossing(graph, lambda _: 1, remade)
 
 
-def _crossing(graph: Graph, weigh: Callable[[Value], int]) -> list[int]:
+def _crossing(graph: Graph, weigh: Callable[[Value], int], remade: frozenset[str] | None = None) -> list[int]:
     """For each op, and the end, the sum of the weights of the boundary tensors that cross a cut before it."""
-    remade, last = made_of_arguments(graph), dict[str, int]()
+    remade, last = remade_values(graph) if remade is None else remade, dict[str, int]()
     for at, op in enumerate(graph.ops):
         last.update((value.name, at) for value in op.inputs)
     last.update((value.name, len(graph.ops)) for value in graph.outputs if isinstance(value, Value))
@@ -149,6 +156,41 @@ def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
             f" {list(bounds[1:-1])} of {len(graph.ops)} ops"
         )
     return bounds
+
+
+def remade_values(graph: Graph) -> frozenset[str]:
+    """Names of the values that each stage which reads one computes itself."""
+    return graph.once(_remade_values)
+
+
+def _remade_values(graph: Graph) -> frozenset[str]:
+    """`made_of_arguments`, and the values that follow from parameters without a product or a random number, where the
+    parameters are no larger (a penalty on all weights is); with what is made of arguments only element by element, as
+    masks.
+    """
+    remade = set(made_of_arguments(graph))
+    size = {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
+    written = {fqn for fqn, _ in graph.mutations}
+    fixed = {item.value.name for item in graph.inputs if item.kind != "argument" and item.fqn not in written}
+    known = remade | {item.value.name for item in graph.of_kind("argument") if not item.value.needs_grad}
+    behind = {name: frozenset((name,)) for name in size if name in fixed}  # value -> the parameters it is made of
+    makers, wanted = dict[str, Op](), list[str]()
+    for op in graph.ops:
+        read, made = {value.name for value in op.inputs}, [value.name for value in op.outputs]
+        if is_random(op) or is_function(op) or facts_of(op.target).product or not read <= known | fixed | behind.keys():
+            continue
+        if read <= fixed:
+            fixed.update(made)
+        elif read & size.keys() or (len(read) > 1 and torch.Tag.pointwise not in resolve(op.target).tags):
+            continue
+        makers |= dict.fromkeys(made, op)
+        behind |= dict.fromkeys(made, frozenset[str]().union(*(behind[name] for name in read if name in behind)))
+        wanted += [v.name for v in op.outputs if v.num_bytes >= sum(size[name] for name in behind[v.name])]
+    while wanted:
+        if (name := wanted.pop()) in makers and name not in remade:
+            remade.update(value.name for value in makers[name].outputs)
+            wanted += [value.name for value in makers[name].inputs]
+    return frozenset(remade)
 
 
 def made_of_arguments(graph: Graph) -> frozenset[str]:

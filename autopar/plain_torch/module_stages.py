@@ -58,8 +58,8 @@ class _Cutting:
     def __init__(self, graph: Graph, num_microbatches: int, example: ExampleRun) -> None:
         self.graph, self.num_microbatches = graph, num_microbatches
         self.model, self.calls = example.model, called_modules(example)
-        remade = made_of_arguments(graph)
-        self.again = {op.name for op in graph.ops if all(value.name in remade for value in op.outputs)}
+        self.remade = made_of_arguments(graph)
+        self.again = {op.name for op in graph.ops if all(value.name in self.remade for value in op.outputs)}
 
     @cached_property
     def positions(self) -> Mapping[str, list[int]]:
@@ -98,7 +98,7 @@ class _Cutting:
 
     def _doors(self) -> dict[int, list[str]]:
         """Position of an op -> the modules that start there and at which a stage may start, the outermost first."""
-        crossing, doors = crossing_numbers(self.graph), dict[int, list[str]]()
+        crossing, doors = crossing_numbers(self.graph, self.remade), dict[int, list[str]]()
         blocks = tuple(f"{name}." for stack in stacks_of(self.model) for name in stack.names())
         for name, _ in self.model.named_modules():  # modules before those inside
             positions, call = self.positions.get(name), self.calls.get(name)

@@ -28,7 +28,7 @@ def run_stages(stages, inputs):
     return outputs, mutations
 
 
-def t5():
+def t5(**changed: int):
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {
@@ -40,7 +40,7 @@ def t5():
         "num_layers": 3,
     }
     model = T5ForConditionalGeneration(
-        T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+        T5Config(**sizes | changed, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
     )
     tokens = torch.randint(1, zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
     return zoo.Case(model.double(), (), {"input_ids": tokens, "labels": tokens.flip(0)}, lambda output: output.loss)
@@ -113,6 +113,57 @@ def test_what_skips_a_stage_is_passed_on():
     for names, stage in zip(passed, stages):
         own = {value.name for op in stage.graph.ops for value in op.outputs}
         assert names <= made - own
+
+
+def test_what_follows_from_a_small_parameter_does_not_cross() -> None:
+    """Each stage looks up the biases of T5's layers: their parameters are on several stages, as a tied one is."""
+    case = t5(relative_attention_num_buckets=4)
+    graph = trace(case.model, case.args, case.kwargs)
+    stages = cut(graph, cut_points(fold(graph), graph))
+    assert [len(stage.receives) for stage in stages] == [0, 1, 1, 2, 2, 2]
+    holders = {
+        fqn: sum(fqn in {item.fqn for item in stage.graph.inputs} for stage in stages)
+        for fqn in case.model.state_dict()
+        if "relative" in fqn
+    }
+    assert sorted(holders.values()) == [3, 3], holders
+    inputs = bindings(graph, case.model, case.args, case.kwargs)
+    outputs, _ = run_stages(stages, inputs)
+    torch.testing.assert_close(results(outputs, case.model), results(run(graph, inputs)[0], case.model))
+
+
+class Spread(nn.Module):
+    """What follows from small parameters, some with a product, an argument that looks up, or random numbers, and what
+    is smaller than its parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.row = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        spread = self.row.expand(64, 4) + 1
+        kept = [
+            self.table.square().sum(),
+            spread,
+            spread @ self.table.T @ self.table,
+            (self.table * 2)[which],
+            torch.dropout(spread, 0.5, True),
+        ]
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            for one in kept:
+                x = x + one
+        return x.sum()
+
+
+def test_products_lookups_of_the_batch_and_random_numbers_cross() -> None:
+    graph = trace(Spread(), (torch.randn(64, 4), torch.randint(2, (64,))), {})
+    second = [op.name for op in graph.ops if op.target == "aten.linear.default"][-2]
+    _, stage = cut(graph, (second,))
+    assert len(stage.receives) == 5, "x, and all but what is spread out of the row"
+    assert {item.fqn for item in stage.graph.inputs if item.kind == "parameter"} >= {"row"}
 
 
 def test_what_follows_from_the_arguments_does_not_cross():
