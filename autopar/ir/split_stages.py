@@ -165,8 +165,7 @@ def remade_values(graph: Graph) -> frozenset[str]:
 
 def _remade_values(graph: Graph) -> frozenset[str]:
     """`made_of_arguments`, and the values that follow from parameters without a product or a random number, where the
-    parameters are no larger (a penalty on all weights is); with what is made of arguments only element by element, as
-    masks.
+    parameters are no larger (a penalty on all weights is); element by element also with the former ones, as with masks.
     """
     remade = set(made_of_arguments(graph))
     size = {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
