@@ -125,10 +125,16 @@ def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     return "", ""
 
 
+COMMUNICATES = (
+    "the forward calls a collective of torch.distributed, but a compiled model computes what one device does with the"
+    " whole batch, whose sums need no other rank and would be counted once for each: switch it off, as by"
+    " sync_codebook=False, or call it around the model"
+)
 _OF_WORDS = {  # of torch's message
     ".numpy() is not supported": (
         "what NumPy computes is not recorded: compute it by torch, or outside, and hand it in as an argument"
     ),
+    "torch.distributed.nn.functional": COMMUNICATES,
     "Cannot access data pointer": "addresses of tensors are not recorded, and the program has others: do without",
     "in output, which is not a known type": (
         "return its tensors, in a tuple, dict or dataclass (of a torch.distributions object its parameters, e.g."

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradient
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
@@ -40,8 +41,8 @@ def gathered(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "exchange",
-    [dist.all_reduce, lambda x: all_reduce(x, "sum", dist.group.WORLD), gathered],
-    ids=["sum", "new", "list"],
+    [dist.all_reduce, lambda x: all_reduce(x, "sum", dist.group.WORLD), gathered, with_gradient.all_reduce],
+    ids=["sum", "new", "list", "gradient"],
 )
 def test_a_collective_in_a_forward_is_refused(exchange: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     with pytest.raises(TraceError, match=r"test_collectives.py:\d+.*forward calls a collective"):
