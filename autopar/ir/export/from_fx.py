@@ -237,7 +237,17 @@ def _quote(node: Node) -> str:
     return quote_stack(node.meta.get("stack_trace") or "") or node.name
 
 
+def _check_dense(node: Node, target: str) -> None:
+    for value in _values_of(node):
+        if isinstance(value, torch.Tensor) and value.layout not in (torch.strided, torch.jagged):
+            raise TraceError(
+                f"{_quote(node)}: {target} gives a tensor of layout {value.layout}, of which no rule says how it"
+                " splits: write it by dense tensors, e.g. torch.zeros(shape).index_put((rows, columns), values)"
+            )
+
+
 def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> Any:
+    _check_dense(node, target)
     written = inplace_ops.written_arguments(node.target)
     aliased, args = _aliased_input(node), _arguments(node)
     if _returns_input(node, target, aliased, region):

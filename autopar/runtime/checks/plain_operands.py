@@ -186,10 +186,14 @@ def _read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 @torch.no_grad()
 def _write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An in-place op that may have plain tensors behind its first argument: the first rank's."""
+    """An in-place op that may have plain tensors behind its first argument: the first rank's. Into a plain tensor only
+    what every rank has whole is written, as all is before the first call (an adapter that is copied, a layer resized).
+    """
     x, *rest = args
     if not isinstance(x, DTensor):
-        raise AutoparError(_PLAIN_STATE.format(op))
+        if not all(one.is_replicate() for item in rest if isinstance(item, DTensor) for one in item.placements):
+            raise AutoparError(_PLAIN_STATE.format(op))
+        return op(x, *(item.to_local() if isinstance(item, DTensor) else item for item in rest), **kwargs)
     rest = [of_first(item, x) if type(item) in _PLAIN and item.ndim else item for item in rest]
     with as_torch_does(op):
         return op(x, *rest, **kwargs)

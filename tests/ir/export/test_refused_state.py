@@ -157,6 +157,10 @@ def by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + torch.from_numpy(x.detach().numpy() + 1)
 
 
+def sparse(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.sparse_coo_tensor(torch.arange(4)[None], model.weight, (4,))
+
+
 def by_address(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * (1 if x.data_ptr() else 2)
 
@@ -165,6 +169,7 @@ def by_address(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     ("function", "words"),
     [
         (by_numpy, r"`return x \+ torch.from_numpy.*; what NumPy computes is not recorded: compute it by torch"),
+        (sparse, r".*aten.sparse_coo_tensor.* gives a tensor of layout torch.sparse_coo.*dense tensors"),
         (by_address, r"`return x \* .*; addresses of tensors are not recorded"),
         (written, r".*changes parameter weight in place after it was read"),
         (averaged, r".*changes parameter weight in place after it was read"),

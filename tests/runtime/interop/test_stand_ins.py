@@ -45,6 +45,17 @@ def replace(model: nn.Module) -> None:
     model(torch.arange(8))  # the optimizer is made after it
 
 
+@torch.no_grad()
+def copy_out(model: nn.Module) -> None:
+    """As peft copies an adapter, and transformers resizes an embedding."""
+    up, table = nn.Linear(8, 8), nn.Embedding(12, 8)
+    up.load_state_dict(model.up.state_dict())
+    up.weight.data.copy_(model.down.weight.data)
+    table.weight[:8] = model.table.weight.data
+    model.up, model.table = up, table
+    model(torch.arange(8))  # the optimizer is made after it
+
+
 def tie(model: nn.Module) -> None:
     model.down.weight = model.table.weight
 
@@ -76,6 +87,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "apply": lambda model: model.apply(initialise),
     "reset": reset,
     "replace": replace,
+    "copy_out": copy_out,
     "tie": tie,
     "assign": assign,
     "data": set_data,
