@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph, Op, Value, arguments_of
 
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 _SAME_ELEMENTS = ("aten.reshape.default", "aten.to.dtype")
+_IDS = (torch.int32, torch.int64)
 _EXACT = 2**24  # float32 counts as far
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
@@ -46,9 +47,10 @@ def _sorts_all(op: Op) -> bool:
 
 
 def _elements(value: Value, made: Mapping[str, Op]) -> Value:
-    """The value of which this has the elements, in the same order, but for casts of integers."""
+    """The value of which this has the elements, in the same order, but for casts that keep ids."""
     while (op := made.get(value.name)) is not None and op.target in _SAME_ELEMENTS:
-        if op.inputs[0].dtype.is_floating_point or op.inputs[0].dtype == torch.bool:
+        source = op.inputs[0].dtype
+        if value.dtype != source and (source not in _IDS or value.dtype not in (*_IDS, torch.float32, torch.float64)):
             break
         value = op.inputs[0]
     return value
