@@ -42,7 +42,7 @@ def test_the_fit_finds_the_numbers_that_made_the_times():
 
 
 def test_every_published_row_has_a_plan_and_none_is_named_twice():
-    for source, rows_of, num in zip(SOURCES, (v100_rows, a800_rows, torchtitan_rows, nvidia_rows), (16, 166, 9, 5)):
+    for source, rows_of, num in zip(SOURCES, (v100_rows, a800_rows, torchtitan_rows, nvidia_rows), (16, 166, 9, 18)):
         rows = list(rows_of())
         assert len(rows) == len({row.name for row in rows}) == num, source.title
         assert bool(source.start) <= sum(row.is_fitted for row in rows) < num
@@ -319,6 +319,23 @@ def test_a_library_sends_a_row_of_experts_once_to_each_place():
     columns = {"source": "megatron-bridge", "tp": "2", "pp": "8", "ep": "64", "gpus": "1024", "global_batch": "8192"}
     (far,) = h100_rows([_h100_row("deepseek-v3", **columns)])
     assert far.cluster(()).kind_factors["all_to_all"] == 4 / 8 / 2 and far.library.hides == "all"
+
+
+def test_a_pipeline_that_is_emptied_in_each_local_batch_waits_as_often(small):
+    """Each further time the slower of two stages waits for the other one, and for what they send."""
+    cluster = PRESETS["v100"]
+    written = WrittenPlan(small, stages=2, num_microbatches=8)
+    plan = on_cluster(staged(written), cluster)
+    once, often = (step_s(replace(written, flushes=flushes), cluster) for flushes in (1, 4))
+    each = [times.forward_s + times.backward_s + times.weight_s for times in plan.times]
+    sent_s = plan.times[0].send_s + plan.times[1].send_back_s
+    assert once == plan.step_s
+    assert 3 * min(each) <= (often - once) * 1.0001 and often - once <= 3 * (max(each) + sent_s) * 1.0001
+    row = _h100_row("gpt-oss-120b", pp="4", ep="8", fsdp="16", global_batch="512", local_batch="8")
+    (known,) = h100_rows([row])
+    assert (known.written.num_microbatches, known.written.flushes) == (32, 4)
+    with pytest.raises(ValueError, match="a local batch of 7 does not divide 512 on 16 data ranks"):
+        list(h100_rows([row | {"local_batch": "7"}]))
 
 
 @pytest.mark.parametrize(("pp", "num", "flavour"), [("8", 8, "zero2"), ("1", 1, "zero3")])

@@ -18,7 +18,9 @@ FP8_CAST_BYTES = 2 + 2 + 1
 # Transformer Engine's, on Hopper, writes it transposed too, for the product that takes it by columns (its
 # documentation, "Handling transposes").
 TE_CAST_BYTES = 2 + 2 + 1 + 1
-_FILE, _TORCHTITAN = "h100_published.csv", "torchtitan"
+# More rows of the same sources, each with its address, and the local batch: the samples that a data rank takes through
+# the pipeline before it is empty again.
+_FILE, _MORE, _TORCHTITAN = "h100_published.csv", "h100_more.csv", "torchtitan"
 _NODE = 8
 _builder = cache(builder)  # the same function for the same sizes, so that a model is traced once
 
@@ -30,7 +32,7 @@ def torchtitan_rows() -> Iterator[Published]:
 
 def nvidia_rows() -> Iterator[Published]:
     """Dense models and mixtures of experts by NeMo AutoModel and Megatron-Bridge."""
-    yield from h100_rows([row for row in read(_FILE) if not row["source"].startswith(_TORCHTITAN)])
+    yield from h100_rows([row for row in (*read(_FILE), *read(_MORE)) if not row["source"].startswith(_TORCHTITAN)])
 
 
 def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
@@ -70,12 +72,15 @@ def h100_rows(rows: Sequence[Mapping[str, str]]) -> Iterator[Published]:
 def _hides_activations(row: Mapping[str, str]) -> bool:
     """Whether collectives on activations run beside computing: a ring sends beside the attention of the part that it
     has; "async-tp" has products beside their collectives, and so has Megatron-Bridge, whose recipes for H100 set
-    `tp_comm_overlap` where there are tensor ranks and no experts (scripts/performance/configs/llama3), and for
-    DeepSeek-V3 `overlap_moe_expert_parallel_comm`.
+    `tp_comm_overlap` where there are tensor ranks (scripts/performance/configs/llama3), and of models with experts for
+    DeepSeek-V3 and Qwen3-235B the overlap of their all-to-alls (`moe_a2a_overlap` in scripts/performance/configs).
     """
-    has_experts = _num_experts(row) > 1
-    is_megatron = _is_megatron(row) and (row["model"] == "deepseek-v3" if has_experts else row["tp"] != "1")
+    is_dense = _num_experts(row) == 1
+    is_megatron = _is_megatron(row) and (row["tp"] != "1" if is_dense else row["model"] in _HIDDEN_EXPERTS)
     return row["cp"] != "1" or "async-tp" in row["technique"] or is_megatron
+
+
+_HIDDEN_EXPERTS = ("deepseek-v3", "qwen3-235b-a22b")
 
 
 def _fuses(row: Mapping[str, str]) -> bool:
@@ -155,6 +160,9 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         raise ValueError(f"{row['model']}: {gpus} GPUs and a batch of {batch} are not divided by {_letters(row)}")
     if int(row["fsdp"]) not in (0, data, data * sequence):
         raise ValueError(f"{row['model']}: fsdp: expected 0 or the {data} data ranks, found {row['fsdp']}")
+    local_batch = int(row.get("local_batch") or batch // data)
+    if batch % (data * local_batch) or local_batch % micro:
+        raise ValueError(f"{row['model']}: a local batch of {local_batch} does not divide {batch} on {data} data ranks")
     experts = _num_experts(row)
     if experts > data and (data * tensor) % experts == 0:
         experts = data
@@ -175,6 +183,7 @@ def h100_plan(row: Mapping[str, str]) -> WrittenPlan:
         experts=experts,
         sequence=sequence,
         is_sequence_parallel=tensor > 1,
+        flushes=batch // (data * local_batch) if stages > 1 else 1,
     )
 
 

@@ -31,6 +31,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import simulate
 from bench.fidelity.fused_kernels import fused_s
 from bench.fidelity.run_again import SELECTIVE, run_again
 
@@ -45,7 +46,8 @@ class WrittenPlan:
     `are_sends_split`: over the tensor ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as
     `layers`; so many layers in turn as `period` are of different kinds. `experts`: the data ranks that share a set of
     experts. `sequence`: the ranks that share a sequence, around a ring. `is_sequence_parallel`: tensor ranks split it
-    between their regions.
+    between their regions. `flushes`: how often in a step the pipeline is filled and emptied, with a share of the
+    microbatches each time.
     """
 
     build: Callable[..., Example]
@@ -63,6 +65,7 @@ class WrittenPlan:
     experts: int = 1
     sequence: int = 1
     is_sequence_parallel: bool = False
+    flushes: int = 1
 
 
 LINEAR = "aten.linear"
@@ -232,7 +235,15 @@ def _parts_of(written: WrittenPlan, cluster: Cluster, library: Library) -> np.nd
     ranks = range(plan.schedule.num_ranks)
     once_s = max(sum(_synchronisation_s(stages[i], library) for i in plan.schedule.stages_of(rank)) for rank in ranks)
     plan = replace(plan, stages=tuple(stages))
-    return np.array([plan.step_s + once_s + (len(stages) - 1) * library.batch_s, *hidden])
+    shown_s = _flushed_s(plan, written.flushes) + once_s + (len(stages) - 1) * library.batch_s
+    return np.array([shown_s, *hidden])
+
+
+def _flushed_s(plan: StagedPlan, flushes: int) -> float:
+    """Seconds of a step whose pipeline is empty so often; what is done once a step is done behind the last time."""
+    num = plan.schedule.num_microbatches // flushes
+    once_s = plan.step_s - plan.timeline.step_s
+    return flushes * simulate(replace(plan.schedule, num_microbatches=num), plan.times).step_s + once_s
 
 
 def again_of(written: WrittenPlan) -> list[Collection[str]]:
