@@ -12,7 +12,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
 from autopar.costmodel.pricing.priced_buckets import priced_buckets
 from autopar.costmodel.training import Training
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
@@ -28,6 +28,7 @@ from autopar.planner.request import PlanRequest
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.candidates import even_layouts
+from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import Layout, S
 from autopar.schedule.orders import Schedule, can_run
 
@@ -166,6 +167,11 @@ def _schedule(text: str, num_ranks: int, chunks: int, request: PlanRequest) -> S
 
 def _check_batch(text: str, model: Model, plan: HandPlan, mesh: Mesh, schedule: Schedule) -> None:
     num, data = schedule.num_microbatches, num_data(plan, mesh)
+    if model.num_samples % (num * data) == 0 and num not in model.counts:
+        try:
+            microbatched(model.outline.short.graph, num)
+        except MicrobatchError as error:
+            raise PlanError(f"hand plan {text!r}: {error}") from error
     if num not in model.counts or model.num_samples % (num * data):
         raise PlanError(
             f"hand plan {text!r}: a batch of {model.num_samples} is not cut into {num} microbatches on {data}"

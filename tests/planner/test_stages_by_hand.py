@@ -1,12 +1,15 @@
 """Hand plans with the letters pp and vp are the points of the sweep with the same layouts, or refused by name."""
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.cli.main import main
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.trace_with_loss import traced
 from autopar.mesh import Devices, Mesh, parse_devices
 from autopar.planner.handwritten.hand_plan import parse_hand_plan
 from autopar.planner.pipeline.hand_points import model_of
@@ -73,6 +76,14 @@ def test_the_mesh_may_be_given_and_microbatches_need_no_stages(graph):
 def test_what_is_no_plan_in_stages_is_refused_by_name(graph, text, mesh, asked, told):
     with pytest.raises(PlanError, match=told):
         by_hand(graph, text, parse_devices(mesh), **asked)
+
+
+def test_a_model_without_microbatches_is_refused_with_its_reason():
+    """It was told that its batch of 8 is not cut into 4."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)))
+    graph = traced(model, nn.MSELoss(), (torch.randn(8, 8), torch.randn(8, 8)), {})
+    with pytest.raises(PlanError, match=r"hand plan 'pp=2,fsdp': .*one microbatch"):
+        by_hand(graph, "pp=2,fsdp", Devices(4, 0), num_microbatches=4)
 
 
 def test_a_plan_without_stages_is_none_of_these():
