@@ -70,6 +70,9 @@ class _Gathering:
     def locals_together(self, *fqns: str) -> tuple[torch.Tensor, ...]:
         return tuple(map(self.local, fqns))
 
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        return self.local(fqn).clone()
+
 
 @dataclass(eq=False)
 class OpenStep:

@@ -100,6 +100,41 @@ def test_what_is_written_is_as_on_one_device(ranks4: Ranks, how: str, kind: type
     assert max(ranks4.run(_apart, how, kind)) < 1e-12
 
 
+class Targets(Momentum):
+    """Deep Q-learning: the targets follow behind their use, in the second of two stages."""
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__(how)
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        q = self.query(self.first(a).tanh())
+        with torch.no_grad():
+            k = self.key(b)
+        self.follow()
+        return (q - k).square().sum(1).mean()
+
+
+def _apart_in_stages() -> float:
+    truth, mesh = _model("in place", Targets), device_mesh((2, 2), ("pp", "dp"))
+    model = autopar.compile(_model("in place", Targets), mesh, cluster="free-links", args=_batch(0), num_microbatches=1)
+    optimizers, apart = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (truth, model)], 0.0
+    for number in range(3):
+        for one in optimizers:
+            one.zero_grad()
+        loss = truth(*_batch(number))
+        loss.backward()
+        apart = max(apart, abs(float(model.train_step(*_batch(number))) - float(loss)))
+        for one in optimizers:
+            one.step()
+    return apart
+
+
+@pytest.mark.multirank
+def test_what_is_written_in_a_stage_is_as_on_one_device(ranks4: Ranks) -> None:
+    assert max(ranks4.run(_apart_in_stages)) < 1e-12
+
+
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
 def test_gradients_pass_a_write_to_a_parameter_that_is_trained(how: str) -> None:
     model = _model(how, Limited)

@@ -105,7 +105,8 @@ def backward_of_inputs(
     of_input = dict(zip(map(id, wanted), made))
     found = tuple(of_input.get(id(x)) for x in inputs)
     for out in ends:
-        out.detach_()
+        if not out._is_view():  # as a loss may be, which torch does not detach in place
+            out.detach_()
     return found, left
 
 

@@ -44,7 +44,14 @@ def without_views(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor,
     return ((((x @ w[0]).tanh() @ w[1]).tanh() @ w[0]).sum() + w[2].sum(),)
 
 
-@pytest.mark.parametrize("model", [gathered, used_again, of_weights_alone, in_one_sum, without_views])
+def a_view(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The loss is a view, as one of a batch of one is."""
+    return ((x @ own(w[0]) @ own(w[1])).tanh().sum().view(1)[0] + (own(w[2])).sum(),) + (
+        (x @ own(w[0])).sum()[None][0],
+    )
+
+
+@pytest.mark.parametrize("model", [gathered, used_again, of_weights_alone, in_one_sum, without_views, a_view])
 def test_equal_to_a_whole_backward(model) -> None:
     torch.manual_seed(0)
     w, times, num = [random(4, 4) for _ in range(3)], [0, 0, 0], 3
