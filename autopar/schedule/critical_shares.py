@@ -49,13 +49,15 @@ def critical_shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalS
 
     The actions are the events of a graph, and the least time over all cuts is a linear program: each action ends at
     least the time of its stage behind those that it waits for. By duality, the prices of the sums are the weights of
-    critical paths, which bound the time for other sums too. Which rank is the slowest is tried for each.
+    critical paths, which bound the time for other sums too. Which rank is the slowest is tried for each, where that is
+    slower than the mean.
     """
     solver, sums, rank_s = _program(schedule, work)
     scale = work.weight_s + work.other_s
     found = []
-    for slowest in rank_s if work.slowest_s * schedule.num_ranks > scale else rank_s[:1]:
-        slowest.SetLb(min(work.slowest_s / scale, 1.0))
+    least = min(work.slowest_s / scale, 1.0) if work.slowest_s * schedule.num_ranks > scale else 0.0
+    for slowest in rank_s if least else rank_s[:1]:
+        slowest.SetLb(least)
         status = solver.Solve()
         assert status == pywraplp.Solver.OPTIMAL, f"some cut takes least, found status {status}"
         prices = [one.dual_value() for one in sums]

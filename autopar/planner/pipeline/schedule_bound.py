@@ -1,9 +1,12 @@
 """`ScheduleBounds`: lower bounds of the step of all plans that have a schedule on a mesh."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,19 +15,21 @@ from autopar.costmodel.overlap.path_weights import MicrobatchWeights
 from autopar.costmodel.roofline import shapes_time, weight_gradients_s, weight_share
 from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import InfeasibleError
-from autopar.ir.folding.fold import Folded
+from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.folding.segments import ends_apart, segmented
 from autopar.ir.graph import Graph, Op
 from autopar.ir.split_stages import crossing_bytes
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.problem import Setting
+from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.schedule.critical_shares import CriticalShares, MicrobatchWork, critical_shares
 from autopar.schedule.orders import Schedule
+from autopar.search.solve import solve
+from autopar.search.table import CostTable, Edge
 
 # The most times that a microbatch is searched, under other weights each time.
 _MOST_SEARCHES = 6
@@ -32,7 +37,7 @@ _MOST_SEARCHES = 6
 _FAR = 0.95
 # The most forwards of a schedule whose critical paths are weighed, by a linear program of up to a second; and the most,
 # times the ranks, for which that is done with each rank as the slowest.
-_MOST_FORWARDS, _MOST_BY_RANK = 2000, 3000
+_MOST_FORWARDS, _MOST_BY_RANK = 2000, 5000
 # Blocks unlike most others, of which is asked on which ranks they are.
 _MOST_UNLIKE = 4
 
@@ -98,7 +103,7 @@ def schedule_bound_s(
     request = replace(setting.request, training=training, memory_limit_bytes=math.inf, outputs={})
     to_beat_s, setting = setting.to_beat_s, replace(setting, request=request, to_beat_s=math.inf)
     folded = segmented(folded, setting.graph, ends_apart(folded))
-    work = _work(setting, starts, schedule)
+    work, blocks_s = _work(setting, starts, schedule)
     solved: dict[CriticalShares, float] = {}
     known = {} if known is None else known
 
@@ -117,6 +122,9 @@ def schedule_bound_s(
         if len(solved) == 1:
             least_s = bound_s(priced)
             work = replace(work, **times)
+            if math.isinf(to_beat_s) and schedule.num_stages > 1:
+                slowest_s = _slowest_laid_out_s(setting, folded, starts, blocks_s, schedule)
+                work = replace(work, slowest_s=max(work.slowest_s, slowest_s))
             candidates = _shares(schedule, work)
         least_s = max(least_s, min(map(bound_s, candidates)))
         priced = min(candidates, key=bound_s)
@@ -159,8 +167,10 @@ def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, .
     return critical_shares(schedule, work if by_rank else replace(work, slowest_s=0.0))
 
 
-def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> MicrobatchWork:
-    """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest rank."""
+def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> tuple[MicrobatchWork, np.ndarray]:
+    """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest rank; and the
+    seconds of each block.
+    """
     graph, best, num_devices = setting.graph, setting.cluster.at_best(), setting.mesh.num_devices
 
     @cache
@@ -174,11 +184,79 @@ def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> Microb
     blocks = np.add.reduceat([op_s(op.nameless) for op in graph.ops], [0, *cuts]) / num_devices
     weight_s, other_s = blocks.sum(axis=0).tolist()
     if schedule.num_stages == 1:
-        return MicrobatchWork(weight_s, other_s)
+        return MicrobatchWork(weight_s, other_s), blocks.sum(axis=1)
     crossing, (latency_s, rate) = crossing_bytes(graph), transfer(setting.cluster, schedule.num_ranks, num_devices)
     sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
+    blocks_s = blocks.sum(axis=1)
+    return MicrobatchWork(weight_s, other_s, sent_s, sent_s, _least_of_slowest_s(blocks_s, schedule)), blocks_s
+
+
+def _least_of_slowest_s(blocks_s: np.ndarray, schedule: Schedule) -> float:
+    """Seconds of the slowest rank of the best cut of these blocks."""
     slowest_s = _slowest_s if schedule.num_stages == schedule.num_ranks else _busiest_s
-    return MicrobatchWork(weight_s, other_s, sent_s, sent_s, slowest_s(blocks.sum(axis=1), schedule.num_ranks))
+    return slowest_s(blocks_s, schedule.num_ranks)
+
+
+def _slowest_laid_out_s(
+    setting: Setting, folded: Folded, starts: Sequence[str], blocks_s: np.ndarray, schedule: Schedule
+) -> float:
+    """Seconds of the slowest rank of the best cut, with the conversions within blocks and from a block to the next.
+
+    `blocks_s`: of the work alone. What a stage begins with may have been converted by the stage before it.
+    """
+    blocks_s, first_s = blocks_s.copy(), 0.0
+    for numbers, (least_s, less_s) in _laid_out(setting, folded, starts):
+        blocks_s[numbers] = np.maximum(blocks_s[numbers], least_s)
+        first_s += less_s
+    return _least_of_slowest_s(blocks_s, schedule) - first_s * schedule.num_stages / schedule.num_ranks
+
+
+def _laid_out(
+    setting: Setting, folded: Folded, starts: Sequence[str]
+) -> Iterator[tuple[list[int], tuple[float, float]]]:
+    """Blocks that are laid out alike, from one start to the next, and their `_alike_s`."""
+    problem, ops, position = setting.problem(folded), setting.graph.ops, setting.graph.position
+    same = problem.folded.representative
+    blocks = [ops[a:b] for a, b in pairwise((0, *(position[name] for name in starts), len(ops)))]
+    alike, total = defaultdict[tuple[str, ...], list[int]](list), Counter(same[op.name] for op in ops)
+    for number, block in enumerate(blocks):
+        alike[tuple(same[op.name] for op in block)].append(number)
+    for names, numbers in alike.items():
+        if all(total[name] == count * len(numbers) for name, count in Counter(names).items()):
+            with suppress(InfeasibleError):  # there was no time
+                yield numbers, _alike_s(setting, problem, [blocks[number] for number in numbers])
+
+
+def _alike_s(setting: Setting, problem: Problem, blocks: Sequence[Sequence[Op]]) -> tuple[float, float]:
+    """(least seconds of a microbatch on one of these blocks behind another, how much less on one behind no other).
+
+    Members of a class have one layout, so that the blocks share evenly what their classes take together.
+    """
+    table, same = problem.priced.table, problem.folded.representative
+    classes = value_classes(setting.graph, problem.folded)
+    node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}
+    maker = {value.name: (at, same[op.name]) for at, block in enumerate(blocks) for op in block for value in op.outputs}
+    nodes, between = set[int](), set[tuple[int, int]]()
+    for at, op in ((at, op) for at, block in enumerate(blocks) for op in block):
+        reader = node_of["op", same[op.name]]
+        nodes.add(reader)
+        for name in (value.name for value in op.inputs if value.name in maker):
+            source, kept = node_of["op", maker[name][1]], node_of.get(("kept", classes[name]))
+            ends = {source} if kept is None else {source, kept}
+            nodes |= ends
+            between |= {(min(end, reader), max(end, reader)) for end in ends if maker[name][0] != at}
+    place = {node: number for number, node in enumerate(sorted(nodes))}
+    inside = [edge for edge in table.edges if edge.a in place and edge.b in place]
+
+    def least_s(edges: Iterable[Edge]) -> float:
+        own = tuple(replace(edge, a=place[edge.a], b=place[edge.b]) for edge in edges)
+        part = CostTable(tuple(table.nodes[node] for node in place), own)
+        total_s = solve(part, deadline=setting.budget.deadline).lower_bound_s
+        return total_s / len(blocks) / setting.request.training.num_microbatches
+
+    behind_s = least_s(inside)
+    alone_s = least_s(edge for edge in inside if (edge.a, edge.b) not in between) if between else behind_s
+    return behind_s, max(0.0, behind_s - alone_s)
 
 
 def _slowest_s(times_s: np.ndarray, num_stages: int) -> float:

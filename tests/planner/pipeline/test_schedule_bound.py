@@ -10,10 +10,22 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.training import Training
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.segments import ends_apart, segmented
+from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
+from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch
-from autopar.planner.pipeline.schedule_bound import ScheduleBounds, _busiest_s, _slowest_s, schedule_bound_s
+from autopar.planner.pipeline.schedule_bound import (
+    ScheduleBounds,
+    _busiest_s,
+    _slowest_laid_out_s,
+    _slowest_s,
+    _work,
+    schedule_bound_s,
+)
 from autopar.planner.pipeline.search_pipeline import _is_slower, plan_in_stages
 from autopar.planner.problem import Setting
 from autopar.sbp.analysis.sample_blocks import fold_microbatch
@@ -48,6 +60,28 @@ def test_no_plan_by_hand_takes_less_and_the_best_is_near(gpt: Graph) -> None:
     assert 0.95 * plan.step_s <= least_s <= plan.step_s
     assert plan.lower_bound_s == pytest.approx(least_s) and "with this schedule on this mesh" in plan.bound_of
     assert f"no {plan.bound_of} takes less than" in plan.explain()
+
+
+def test_the_slowest_rank_of_any_plan_takes_what_its_blocks_do_with_their_conversions() -> None:
+    """Blocks of two kinds on a slow network, where conversions take long: the work of a block says little."""
+    example = build_model("t5-large", layers=8, batch=16)
+    graph, mesh = trace(skeleton(example.model), example.args, dict(example.kwargs)), parse_mesh("pp=4,tp=8")
+    model, found = points(graph, mesh, asked={"num_microbatches": 8})
+    least: dict[Schedule, float] = {}
+    for point in found:
+        if point.schedule not in least:
+            micro = microbatched(model.graph, point.schedule.num_microbatches)
+            training = Training().staged(point.schedule.num_microbatches, point.schedule.num_ranks)
+            setting = Setting(micro.graph, point.mesh, V100, replace(request(), training=training), Budget.of(100.0))
+            folded = fold_microbatch(model.folded, micro)
+            given = segmented(folded, micro.graph, ends_apart(folded)), model.block_names
+            work, blocks_s = _work(setting, given[1], point.schedule)
+            least[point.schedule] = _slowest_laid_out_s(setting, *given, blocks_s, point.schedule)
+            assert least[point.schedule] > 1.05 * work.slowest_s
+        plan = as_written(model, point, graph)
+        each = [one.costs.microbatch_s("forward") + one.costs.microbatch_s("backward") for one in plan.stages]
+        busiest = max(sum(each[stage] for stage in plan.schedule.stages_of(rank)) for rank in range(4))
+        assert least[point.schedule] <= busiest * (1 + 1e-9), point.name
 
 
 def test_of_microbatches_without_stages_it_is_nearly_exact(gpt: Graph) -> None:
