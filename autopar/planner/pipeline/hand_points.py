@@ -1,7 +1,7 @@
 """The points of a sweep by hand: pipeline depths, meshes, numbers of microbatches and hand plans, with block costs."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -46,6 +46,7 @@ class Model:
     candidates: dict[tuple[int, Mesh], Candidates] = field(default_factory=dict)
     assignments: dict[tuple[int, Mesh], dict[HandPlan, Assignment]] = field(default_factory=dict)
     profiles: dict[Hashable, Profiled] = field(default_factory=dict)
+    profiled: set[tuple[HandPlan, int, Mesh]] = field(default_factory=set)
 
     @property
     def block_names(self) -> list[str]:
@@ -58,6 +59,10 @@ class Model:
         if len(self.counts) > 1:
             return self.counts[-1]
         return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
+
+    def has_profiled(self, plans: Iterable[HandPlan], mesh: Mesh, num: int) -> bool:
+        """Whether any of the plans is profiled with `num` microbatches on `mesh`."""
+        return any((plan, num, mesh) in self.profiled for plan in plans)
 
     def of_microbatch(self, num: int) -> ModelFacts:
         """The outline of one of `num` microbatches."""
@@ -81,17 +86,27 @@ def model_of(graph: Graph, folded: Folded, *, num_stages: int = 1) -> Model:
     return Model(graph, folded, outline, starts, recomputable, microbatch_counts(outline.short.graph))
 
 
-def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
-    """(ranks of the pipeline, mesh dp x tp) for every factorisation of `num_devices`, stages outermost.
+# The axis of a grid that divides experts among some of the ranks that split the batch.
+EXPERTS = "ep"
 
-    At most `num_layers` ranks and `most_tensor` devices of an axis tp.
+
+def grids(
+    num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int, num_experts: int = 0
+) -> Iterator[tuple[int, Mesh]]:
+    """(ranks of the pipeline, mesh dp x tp) for every factorisation of `num_devices`, stages outermost; and dp x ep, ep
+    of a node at least.
+
+    At most `num_layers` ranks and `most_tensor` devices of an axis tp; ep divides `num_experts`.
     """
+    node = cluster.levels[0].size or num_devices
     for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
         rest = num_devices // num_ranks
         for tensor in (n for n in range(1, min(rest, most_tensor) + 1) if rest % n == 0):
             sizes = {"dp": rest // tensor, "tp": tensor}
             named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
             yield num_ranks, Mesh(tuple(named.values()), tuple(named))
+        for experts in (n for n in range(node, rest) if rest % n == 0 and num_experts and num_experts % n == 0):
+            yield num_ranks, Mesh((rest // experts, experts), ("dp", EXPERTS))
 
 
 Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
@@ -155,7 +170,14 @@ def _plans(outline: ModelFacts, mesh: Mesh) -> Iterator[HandPlan]:
     Split parameters cost as much communication as data parallelism and take less memory.
     """
     named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
-    others = [axis for axis, name in enumerate(mesh.axis_names) if name != "dp" and mesh.shape[axis] > 1]
+    divided = {
+        axis for axis, name in enumerate(mesh.axis_names) if name == EXPERTS and outline.expert_axes((axis,), mesh)[1:]
+    }
+    others = [
+        axis
+        for axis, name in enumerate(mesh.axis_names)
+        if name != "dp" and axis not in divided and mesh.shape[axis] > 1
+    ]
     inner = [tuple(others[first:]) for first in range(len(others) + 1)]
     for axes in (named,) if named else inner:
         flavours = (
@@ -164,7 +186,7 @@ def _plans(outline: ModelFacts, mesh: Mesh) -> Iterator[HandPlan]:
             else ("ddp",)
         )
         data = tuple(axis for axis in range(mesh.ndim) if axis not in axes and mesh.shape[axis] > 1)
-        for experts in outline.expert_axes(data, mesh):
+        for experts in (one for one in outline.expert_axes(data, mesh) if divided.issubset(one)):
             yield from (HandPlan(axes, bool(axes), flavour, expert_axes=experts) for flavour in flavours)
         rest = tuple(axis for axis in others if axis not in axes)
         for sequence, flavour, way in product((rest[i:] for i in range(len(rest))), ("zero2", "zero3"), SEQUENCE_WAYS):
@@ -194,6 +216,7 @@ def profiled(
         key = plan, num, mesh, cluster, training
         if key not in model.profiles:
             assignment = _assignments(model, plans, num, mesh)[plan]
+            model.profiled.add((plan, num, mesh))
             model.profiles[key] = plan, assignment, _blocks(model, assignment, num, mesh, cluster, training)
         yield model.profiles[key]
 

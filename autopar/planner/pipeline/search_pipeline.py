@@ -74,24 +74,24 @@ def sweep_stages(
 
     On an open mesh every grid of so many devices is tried; the sweep takes at most a share of the `budget`.
     """
-    meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
+    meshes = tuple(_meshes(mesh, cluster, model))
     with budget.timed("stages by hand"):
         points = sweep(model, meshes, cluster, request, deadline=budget.part(_SHARE_OF_SWEEP).deadline)
     budget.show("stages by hand", tuple(points))
     return points
 
 
-def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
+def _meshes(mesh: Mesh | Devices, cluster: Cluster, model: Model) -> Iterator[tuple[int, Mesh]]:
     if cluster.groups is not None:
         check_groups(mesh, cluster)
     if isinstance(mesh, Devices):
         if cluster.groups is not None:  # each rank of the pipeline has devices of one group
             counts = [count for count, _ in cluster.groups.members]
-            offered = grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=min(counts))
+            offered = grids(mesh.num_devices, cluster, num_layers=len(model.starts), most_tensor=min(counts))
             yield from ((num, own) for num, own in offered if num > 1 and not any(x % own.num_devices for x in counts))
             return
-        most = most_tensor(mesh.num_devices, cluster)
-        yield from grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=most)
+        most: dict[str, int] = {"num_layers": len(model.starts), "most_tensor": most_tensor(mesh.num_devices, cluster)}
+        yield from grids(mesh.num_devices, cluster, **most, num_experts=model.outline.num_experts)
         return
     if PIPELINE not in mesh.axis_names:
         yield 1, mesh
@@ -132,7 +132,7 @@ def plan_in_stages(
     fit = Fit[StagedPlan](request.limit_bytes, predict, budget)
     by_hand, refused = list[Staged](), None
     model = model_in_stages(graph, mesh, request)
-    meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
+    meshes = tuple(_meshes(mesh, cluster, model))
     bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and whole.step_s < math.inf:

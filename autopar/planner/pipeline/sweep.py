@@ -14,7 +14,7 @@ from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
-from autopar.planner.pipeline.hand_points import Model, num_data, points, profiled
+from autopar.planner.pipeline.hand_points import EXPERTS, Model, num_data, points, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import (
     Limits,
@@ -121,7 +121,8 @@ def sweep(
 
     `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
     "tp", otherwise on every choice of inner axes. If the `request` asks for no number of microbatches, the powers of
-    two are tried that fill the pipeline. The most promising points are tried first, and a few of them after `deadline`.
+    two are tried that fill the pipeline. The most promising points are tried first; after `deadline` a few of them, and
+    those of sweeps before, whose costs are known.
     Of several orders of groups of devices, another one than that of `cluster` is taken only if that is worth it.
     """
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, request)
@@ -140,7 +141,7 @@ def sweep(
     rough_s = rough_step_s(model.graph, model.starts, cluster, request.training)
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
-        late += deadline.is_past and bool(plans)
+        late += deadline.is_past and bool(plans) and not model.has_profiled(plans, mesh, num)
         if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
         beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
@@ -148,7 +149,7 @@ def sweep(
             staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
-        if is_last():
+        if is_last() and not model.has_profiled((plan,), mesh, num):
             break
         for own in ordered:
             staged += [(one, len(usual)) for one in own.on((plan,), mesh, num_ranks, num, schedules)]
@@ -190,7 +191,12 @@ def _sub_meshes(plan: str, num_ranks: int, mesh: Mesh) -> Iterator[Mesh]:
     """The meshes of a rank of the pipeline that a point may have had: that of `mesh`, and that of `grids`."""
     if PIPELINE not in mesh.axis_names or mesh.shape[0] == num_ranks:
         yield sub_mesh(mesh)
-    tensor = next((int(word[3:]) for word in re.split("[:,]", plan) if re.fullmatch(r"tp=\d+", word)), 1)
+    tensor, experts = (
+        next((int(word[3:]) for word in re.split("[:,]", plan) if re.fullmatch(rf"{axis}=\d+", word)), 1)
+        for axis in ("tp", EXPERTS)
+    )
+    if mesh.num_devices % (num_ranks * experts) == 0 and tensor == 1 < experts:
+        yield Mesh((mesh.num_devices // num_ranks // experts, experts), ("dp", EXPERTS))
     if mesh.num_devices % (num_ranks * tensor) == 0:
         sizes = {"dp": mesh.num_devices // (num_ranks * tensor), "tp": tensor}
         named = {key: size for key, size in sizes.items() if size > 1} or {"dp": 1}

@@ -286,17 +286,23 @@ def _inverts(op: Op, walk: _RoutingTags) -> bool:
     """Whether an index_put writes 0, 1, 2, ... at the positions of an order."""
     name = op.inputs[2].name
     if name not in walk.counting:
-        value = _constant(walk.graph, walk.first_of.get(name, name))
-        walk.counting[name] = value is not None and torch.equal(value, torch.arange(value.numel()))
+        walk.counting[name] = _counts_up(walk.graph, walk.first_of.get(name, name))
     return _is_plain(op) and not arguments_of(op)["accumulate"] and walk.counting[name]
 
 
-def _constant(graph: Graph, name: str) -> torch.Tensor | None:
-    """The tensor of the constant called `name`; None if it is no constant or on the meta device."""
+def _counts_up(graph: Graph, name: str) -> bool:
+    """Whether this is a constant 0, 1, 2, ...; not if it is on the meta device.
+
+    A range tells by its arguments: of all tokens of a batch it would be gigabytes.
+    """
     if name not in {item.value.name for item in graph.of_kind("constant")}:
-        return None
+        return False
     ops, tensors = constants_for(graph, [name])
     if any(tensor.is_meta for tensor in tensors.values()):
-        return None
+        return False
+    if len(ops) == 1 and ops[0].target.startswith("aten.arange."):
+        arguments = arguments_of(ops[0])
+        return arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
     item = next(item for item in graph.inputs if item.value.name == name)
-    return run_constants(replace(graph, inputs=(item,), constant_ops=ops, constants=tensors), "cpu")[name]
+    value = run_constants(replace(graph, inputs=(item,), constant_ops=ops, constants=tensors), "cpu")[name]
+    return torch.equal(value, torch.arange(value.numel()))

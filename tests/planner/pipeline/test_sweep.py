@@ -1,14 +1,20 @@
 """The schedules that the sweep over stages tries."""
 
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from autopar.planner.pipeline.hand_points import model_of
-from autopar.planner.pipeline.sweep import sweep
+from autopar.planner.pipeline.hand_points import grids, model_of
+from autopar.planner.pipeline.sweep import named_point, sweep
 from autopar.planner.request import PlanRequest
+from autopar.plans.serialise import HandCosts
+from autopar.search.deadline import Deadline
 from bench.problem import example_of, graph_of
 from bench.suite import Case
 
@@ -22,3 +28,30 @@ def test_gpipe_is_tried_where_sends_are_slow_and_memory_is_there(cluster: str, i
     others = min(one.step_s for one in points if one.schedule.name != "gpipe")
     assert is_first == (points[0].step_s < 0.98 * others)
     assert is_first == any(one.schedule.name == "gpipe" for one in points)
+
+
+def test_points_whose_costs_are_known_are_tried_again_without_time() -> None:
+    """After a plan whose predicted peak does not fit, they are swept again under a lower limit."""
+    graph = loss_only(graph_of(example_of(Case("gpt2", "h100", "8", 64, sequence=64, layers=8))))
+    model, cluster, asked = model_of(graph, fold(graph)), load_cluster("h100"), PlanRequest(memory_limit_bytes=1e12)
+    meshes = [*grids(8, cluster, num_layers=8, most_tensor=4)]
+    swept = sweep(model, meshes, cluster, asked)
+    again = sweep(model, meshes, cluster, asked, deadline=Deadline.after(0.0))
+    assert len(again) > 8 and {one.name for one in again} == {one.name for one in swept}
+
+
+def test_experts_are_divided_among_some_of_the_ranks_that_split_the_batch() -> None:
+    cluster, sizes = load_cluster("h100"), {"num_layers": 2, "most_tensor": 1}
+    found = {(num, mesh.shape) for num, mesh in grids(64, cluster, **sizes, num_experts=48) if "ep" in mesh.axis_names}
+    assert found == {(1, (8, 8)), (1, (4, 16)), (2, (4, 8)), (2, (2, 16))}
+    assert not any("ep" in mesh.axis_names for _, mesh in grids(64, cluster, **sizes))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 64}
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, num_experts=48)
+    tokens = torch.zeros(64, 16, dtype=torch.long)
+    graph = loss_only(trace(skeleton(Qwen3MoeForCausalLM(config)), (), {"input_ids": tokens, "labels": tokens}))
+    model, mesh, asked = model_of(graph, fold(graph)), Mesh((8, 8), ("dp", "ep")), PlanRequest(memory_limit_bytes=1e12)
+    points = sweep(model, [(1, mesh)], cluster, asked)
+    assert points and {one.plan.expert_axes for one in points} == {(1,)}
+    costs = HandCosts(points[0].step_s, max(points[0].rank_bytes))
+    named = named_point(points[0].name, costs, model, Mesh((64,), ("d",)), cluster, asked)
+    assert named is not None and named.mesh == mesh

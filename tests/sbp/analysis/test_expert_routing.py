@@ -83,6 +83,13 @@ def drawn(graph: Graph, mesh: Mesh, axes: tuple[bool, ...], draw: Random) -> Ass
     return random_assignment(graph, *ends, mesh, draw)
 
 
+def test_a_range_over_all_tokens_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8192 sequences it is 2 GB for each layer."""
+    monkeypatch.setattr("autopar.sbp.analysis.expert_routing.run_constants", None)
+    graph, _ = routing_graph()
+    assert any(op.target == "aten.index_put.default" and routed_signatures(graph)[op.name] for op in graph.ops)
+
+
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (2, 2, 2)], ids=str)
 def test_local_routing_computes_what_one_device_computes(shape: tuple[int, ...]) -> None:
     graph, values = routing_graph()
