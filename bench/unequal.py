@@ -15,6 +15,7 @@ cores of this machine, each a rank's (`bench.slowed`).
 """
 
 import argparse
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -206,7 +207,9 @@ def timed(model: str, batch: int, where: str) -> Row:
     mesh = TIMED_MESHES[where]
     choose_devices(graph_of(model, batch // 2), TIMED_MESHES[", one axis"], load_cluster("v100"), predict=rank_peaks)
     for cluster in ("v100", "64 v100 + 64 p100"):
-        graph, start = graph_of(model, batch), process_time()
+        graph = graph_of(model, batch)
+        gc.collect()  # of rows before
+        start = process_time()
         asked = PlanRequest(time_limit_s=LONG_S)
         steps.append(choose_devices(graph, mesh, load_cluster(cluster), asked, predict=rank_peaks).step_s)
         seconds.append(process_time() - start)
