@@ -16,7 +16,7 @@ from bench.models import Workload, cross_entropy
 from bench.step import Args, Step, Variant, adamw, part, train_step, with_fsdp_and_tensor_parallel, with_tensor_parallel
 
 BUCKETS_MB = (1, 5, 25, 100)
-STAGES_AND_MICROBATCHES = ((4, 4), (4, 8), (2, 4))
+STAGES_AND_MICROBATCHES = ((4, 8), (2, 4))
 DDP, FSDP, NO_RESHARD, HSDP = "DDP", "FSDP2", "FSDP2, gathered once", "HSDP"
 TP, BOTH, STAGES = "TP", "FSDP2 x TP", "pipelining"
 Build = Callable[[nn.Module, Args], Step]

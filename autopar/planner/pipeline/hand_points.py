@@ -143,10 +143,19 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
 
 
 def _counts(model: Model, num_ranks: int) -> list[int]:
-    """Numbers of microbatches to try: powers of two that fill the pipeline, or all possible ones if there are few."""
-    powers = [num for num in model.counts if num & (num - 1) == 0]
+    """Numbers of microbatches to try: powers of two that fill the pipeline, and times the odd part of the batch's
+    samples, which a batch of 1280 needs for microbatches of one; or all possible ones if there are few.
+    """
+    powers, odd = [num for num in model.counts if num & (num - 1) == 0], model.counts[-1]
+    while odd % 2 == 0:
+        odd //= 2
     usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
-    return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
+    times_odd = [num for num in model.counts if odd > 1 and num % odd == 0 and num // odd in powers]
+    tried = (
+        [num for num in some if num_ranks == 1 or num >= min(num_ranks, some[-1])][:_MOST_COUNTS]
+        for some in (usual, times_odd if usual is powers else [])
+    )
+    return sorted({num for some in tried for num in some})
 
 
 def num_data(plan: HandPlan, mesh: Mesh) -> int:

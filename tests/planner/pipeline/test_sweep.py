@@ -10,7 +10,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from autopar.planner.pipeline.hand_points import grids, model_of
+from autopar.planner.pipeline.hand_points import _counts, grids, model_of
 from autopar.planner.pipeline.sweep import named_point, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
@@ -55,3 +55,9 @@ def test_experts_are_divided_among_some_of_the_ranks_that_split_the_batch() -> N
     costs = HandCosts(points[0].step_s, max(points[0].rank_bytes))
     named = named_point(points[0].name, costs, model, Mesh((64,), ("d",)), cluster, asked)
     assert named is not None and named.mesh == mesh
+
+
+def test_microbatches_of_one_sample_are_tried_of_any_batch() -> None:
+    graph = loss_only(graph_of(example_of(Case("gpt2", "h100", "8", 40, sequence=64, layers=2))))
+    model = model_of(graph, fold(graph))
+    assert [_counts(model, num_ranks) for num_ranks in (2, 4)] == [[2, 4, 5, 8, 10, 20, 40], [4, 5, 8, 10, 20, 40]]
