@@ -89,7 +89,7 @@ def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[s
     classes: dict[str, bool] = {}
     for item in graph.of_kind("parameter"):
         uses, name = readings.get(item.value.name, []), representative[item.value.name]
-        reader = ops.get(representative.get(uses[0].user, "")) if len(uses) == 1 else None
+        reader = ops.get(representative.get(uses[0].user, uses[0].user)) if len(uses) == 1 else None
         classes[name] = classes.get(name, True) and reader is not None and _saves(reader, uses[0].slot)
     return frozenset(name for name, is_fit in classes.items() if is_fit)
 
