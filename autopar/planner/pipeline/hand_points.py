@@ -1,7 +1,7 @@
 """The points of a sweep by hand: pipeline depths, meshes, numbers of microbatches and hand plans, with block costs."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -46,7 +46,6 @@ class Model:
     candidates: dict[tuple[int, Mesh], Candidates] = field(default_factory=dict)
     assignments: dict[tuple[int, Mesh], dict[HandPlan, Assignment]] = field(default_factory=dict)
     profiles: dict[Hashable, Profiled] = field(default_factory=dict)
-    profiled: set[tuple[HandPlan, int, Mesh]] = field(default_factory=set)
 
     @property
     def block_names(self) -> list[str]:
@@ -59,10 +58,6 @@ class Model:
         if len(self.counts) > 1:
             return self.counts[-1]
         return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
-
-    def has_profiled(self, plans: Iterable[HandPlan], mesh: Mesh, num: int) -> bool:
-        """Whether any of the plans is profiled with `num` microbatches on `mesh`."""
-        return any((plan, num, mesh) in self.profiled for plan in plans)
 
     def of_microbatch(self, num: int) -> ModelFacts:
         """The outline of one of `num` microbatches."""
@@ -225,7 +220,6 @@ def profiled(
         key = plan, num, mesh, cluster, training
         if key not in model.profiles:
             assignment = _assignments(model, plans, num, mesh)[plan]
-            model.profiled.add((plan, num, mesh))
             model.profiles[key] = plan, assignment, _blocks(model, assignment, num, mesh, cluster, training)
         yield model.profiles[key]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -202,7 +202,7 @@ def _slowest_laid_out_s(
 ) -> float:
     """Seconds of the slowest rank of the best cut, with the conversions within blocks and from a block to the next.
 
-    `blocks_s`: of the work alone. What a stage begins with may have been converted by the stage before it.
+    `blocks_s`: of the work alone. What crosses from a stage to the next may be converted by either of them.
     """
     blocks_s, first_s = blocks_s.copy(), 0.0
     for numbers, (least_s, less_s) in _laid_out(setting, folded, starts):
@@ -242,9 +242,10 @@ def _alike_s(setting: Setting, problem: Problem, blocks: Sequence[Sequence[Op]])
         nodes.add(reader)
         for name in (value.name for value in op.inputs if value.name in maker):
             source, kept = node_of["op", maker[name][1]], node_of.get(("kept", classes[name]))
-            ends = {source} if kept is None else {source, kept}
+            ends = {source, reader} if kept is None else {source, kept, reader}
             nodes |= ends
-            between |= {(min(end, reader), max(end, reader)) for end in ends if maker[name][0] != at}
+            # a stage that begins with this block may convert for it what the last block of the stage before made
+            between |= set(combinations(sorted(ends), 2)) if maker[name][0] != at else set()
     place = {node: number for number, node in enumerate(sorted(nodes))}
     inside = [edge for edge in table.edges if edge.a in place and edge.b in place]
 

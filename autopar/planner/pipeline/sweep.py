@@ -141,7 +141,7 @@ def sweep(
     rough_s = rough_step_s(model.graph, model.starts, cluster, request.training)
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
-        late += deadline.is_past and bool(plans) and not model.has_profiled(plans, mesh, num)
+        late += deadline.is_past and bool(plans) and not shared.is_known(plans, mesh, num)
         if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
         beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
@@ -149,7 +149,7 @@ def sweep(
             staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
-        if is_last() and not model.has_profiled((plan,), mesh, num):
+        if is_last() and not shared.is_known((plan,), mesh, num):
             break
         for own in ordered:
             staged += [(one, len(usual)) for one in own.on((plan,), mesh, num_ranks, num, schedules)]
@@ -266,6 +266,11 @@ class _Sweep:
         cut = recut(own, point.partition, schedule, links, limits_bytes)
         step_s = time_of(own, cut, schedule, links)
         return replace(point, partition=cut, step_s=step_s) if step_s <= _WORTH * point.step_s else point
+
+    def is_known(self, plans: tuple[HandPlan, ...], mesh: Mesh, num: int) -> bool:
+        """Whether a sweep before has profiled any of the plans with `num` microbatches."""
+        one = self.cluster if self.cluster.groups is None else self.cluster.groups.members[0][1]
+        return any((plan, num, mesh, one, self.request.training) in self.model.profiles for plan in plans)
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:
         """Whether even shares of all parameters and their state, and what `plan` gathers of them, may fit the devices.
