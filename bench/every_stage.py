@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import transfers
 from autopar.costmodel.training import Training
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
@@ -89,7 +89,7 @@ def _staged(
     limit_bytes: float,
     recomputed: Sequence[str],
 ) -> Iterator[Written]:
-    link = transfer(cluster, num_ranks, mesh.num_devices)
+    links = transfers(cluster, num_ranks, mesh.num_devices)
     for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
         run = as_run(blocks, schedule)
         own = replace(run, is_recomputable=blocks.is_recomputable)
@@ -105,7 +105,7 @@ def _staged(
                         cut,
                         f"recompute {again}",
                     )
-                    step_s = float(time_of(own, found, schedule, link))
+                    step_s = float(time_of(own, found, schedule, links))
                     yield Written(",".join(words), Staged(plan, mesh, schedule, found, step_s, assignment, cluster))
 
 

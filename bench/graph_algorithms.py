@@ -81,7 +81,7 @@ def _priced() -> CostTable:
 
 def _pipeline() -> tuple[Order, np.ndarray]:
     """A schedule with transfers that take no time, so that one longest path is its step."""
-    times = np.random.default_rng(0).random((8, 5))
+    times = np.random.default_rng(0).random((8, 7))
     times[:, 3:] = 0.0
     return ordered(Schedule("1f1b", 8, 8, 64)), times
 

@@ -95,7 +95,7 @@ def _with_origin(
     devices: Cluster, levels: tuple[LinkLevel, ...], measured: Measured, num_ranks: int, backend: str
 ) -> tuple[Cluster, tuple[Point, ...]]:
     """The cluster with its links and its origin, and the points of `measured`. `num_ranks`: on the links."""
-    cluster = replace(devices, levels=levels, overlap=measured.overlap)
+    cluster = replace(devices, levels=levels, overlap=measured.overlap, shared_cores=measured.shared_cores)
     of_links = _points_of_links(measured.links, cluster, num_ranks)
     points = (*_points_of_ops(slowest_of(measured), cluster), *of_links)
     origin = _origin(measured, points, backend)

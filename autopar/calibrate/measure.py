@@ -4,6 +4,8 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from autopar.calibrate.probe_ops import (
     time_updates,
 )
 from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups, TimedLinks
+from autopar.costmodel.cluster.measured_terms import SharedCores
 
 Tell = Callable[[str], None]
 _MIB = 2**20
@@ -32,6 +35,9 @@ _STEP_BYTES = _MIB  # of the sends that show where bandwidth steps
 _STEP_ROUNDS = 5
 _SHORT_S = 0.1  # of an all-reduce
 _MEMORY_DTYPES = (torch.float32, torch.bfloat16)  # the second on GPUs alone
+# A rank that computes faster by less, while others wait, has its own cores; and the part of the seconds that all ranks
+# take together from which on some are as slow as all.
+_LEAST_SPEEDUP, _AS_SLOW = 1.25, 0.9
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -74,7 +80,7 @@ class Measured:
     """The timings of a calibration, the same on every rank.
 
     `hosts`: of each rank; `level_sizes`: of the link levels from the inside out; `date`: ISO 8601, by the first rank's
-    clock, as the others' may be a second off; `links`: as `in_steps`; `overlap`: as of `Cluster`.
+    clock, as the others' may be a second off; `links`: as `in_steps`; `overlap`, `shared_cores`: as of `Cluster`.
     """
 
     hosts: tuple[str, ...]
@@ -83,6 +89,7 @@ class Measured:
     links: tuple[CollectiveTime, ...]
     date: str
     overlap: float = 0.0
+    shared_cores: SharedCores | None = None
 
 
 def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: float, tell: Tell) -> Measured:
@@ -100,9 +107,10 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
         levels, times = measure_links(links, len(hosts), per_host, effort, tell)
         overlap = measure_overlap(links, len(hosts), times, tell)
         times = in_steps(links, len(hosts), times, tell)
+        cores = measure_cores(links, levels, tell)
     finally:
         links.close()
-    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), date, overlap)
+    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), date, overlap, cores)
 
 
 def measure_rank(mesh: DeviceMesh, links: TimedLinks, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
@@ -159,6 +167,22 @@ def measure_overlap(links: TimedLinks, num_ranks: int, times: Sequence[Collectiv
     tell("products during an all-reduce")
     short = [one.num_bytes for one in of_all if one.seconds <= _SHORT_S] or [min(one.num_bytes for one in of_all)]
     return links.overlap(Groups(num_ranks, 1, num_ranks), max(short))
+
+
+def measure_cores(links: TimedLinks, level_sizes: Sequence[int], tell: Tell) -> SharedCores | None:
+    """The cores that the ranks of the innermost link levels share; None if each has its own, as on GPUs.
+
+    These are the fewest levels whose ranks slow each other down as much as all ranks do.
+    """
+    blocks: list[int] = list(accumulate(level_sizes, mul))
+    if blocks[-1] == 1 or links.device.type != "cpu":
+        return None
+    tell("ranks that share cores")
+    alone_s, *others_s = (links.computing_s(num_ranks) for num_ranks in (1, *blocks))
+    speedup = others_s[-1] / alone_s
+    if speedup < _LEAST_SPEEDUP:
+        return None
+    return SharedCores(next(n for n, s in zip(blocks, others_s) if s >= _AS_SLOW * others_s[-1]), speedup)
 
 
 def in_steps(links: TimedLinks, num_ranks: int, times: Sequence[CollectiveTime], tell: Tell) -> list[CollectiveTime]:

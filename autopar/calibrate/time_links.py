@@ -178,6 +178,20 @@ class TimedLinks:
                 late_s.append(both_s - computed_s - reduced_s)
         return max(0.0, median(late_s))
 
+    def computing_s(self, num_ranks: int) -> float:
+        """Seconds of a product of matrices while so many ranks, the first ones, compute and the others wait.
+
+        The same on every rank.
+        """
+        products, groups = self._products(), Groups(num_ranks, 1, num_ranks)
+        seconds = partial(self._seconds, count=1, kind="all_reduce", groups=groups, num_bytes=8)
+
+        def called_s(num: int) -> float:
+            return seconds(partial(products, num if dist.get_rank() < num_ranks else 0)) / num
+
+        num = calls_within(called_s(_SOME_PRODUCTS), self.budget_s)
+        return median(called_s(num) for _ in range(_TRIALS))
+
     def stay_busy(self) -> None:
         """Compute until all ranks are here, so that those that still time their ops do not have the cores alone.
 

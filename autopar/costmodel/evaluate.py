@@ -84,6 +84,14 @@ class Costs:
         return each_s + self.communication[phase, False]
 
     @property
+    def collective_microbatch_s(self) -> float:
+        """Seconds of a microbatch in which the device waits: for collectives, and for what is offloaded."""
+        return sum(
+            self.waiting_s.get(phase, 0.0) / self.num_microbatches + self.communication[phase, False]
+            for phase in ("forward", "backward")
+        )
+
+    @property
     def hidden_s(self) -> float:
         """Seconds of parameters' collectives that go on beside compute."""
         return sum(each.hidden_s for each in self.passes)

@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, produced_layouts
 
-_BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
+_BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "collective_s", "saved_bytes", "waiting_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +35,18 @@ class Profile:
 
     `forward_s`, `backward_s`: of one microbatch, collectives included. `weight_s`: the part of backward for weight
     gradients, which zero-bubble schedules put off. `split_s`: seconds of gathering parameters twice in a split
-    backward. `once_s`: gathers, gradient reductions and updates of parameters, once a step, at their only reader.
-    `state_bytes`: parameters, gradients, optimizer state and gathered copies, at the only reader too, and the largest
-    transient. `saved_bytes`: saved for the backward of a microbatch. `waiting_bytes`: kept while only weight gradients
-    are to be computed. `crossing_bytes`: of the values made before the op and read by it or later.
+    backward. `collective_s`: the part of both passes in collectives. `once_s`: gathers, gradient reductions and updates
+    of parameters, once a step, at their only reader. `state_bytes`: parameters, gradients, optimizer state and gathered
+    copies, at the only reader too, and the largest transient. `saved_bytes`: saved for the backward of a microbatch.
+    `waiting_bytes`: kept while only weight gradients are to be computed. `crossing_bytes`: of the values made before
+    the op and read by it or later.
     """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
     split_s: np.ndarray
+    collective_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
@@ -73,7 +75,9 @@ def profile(
         columns["waiting_bytes"][position] += cost.waiting_bytes
         columns["saved_bytes"][position] += cost.saved_bytes
         for collective in cost.collectives:
-            columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
+            time_s = collective_time(cluster, mesh, collective)
+            columns[f"{collective.phase}_s"][position] += time_s
+            columns["collective_s"][position] += time_s
     stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # bytes and seconds a step of each input
     for cost in step.all_conversions():
         times = _times(cost, mesh, cluster)
@@ -86,6 +90,7 @@ def profile(
         columns["saved_bytes"][position] += cost.kept_bytes
         for phase, time_s in times.items():
             columns[f"{phase}_s"][position] += time_s
+        columns["collective_s"][position] += times["forward"] + times["backward"]
     once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored, step.pending)
     for name, size in step.transients.items():
         state_bytes[number[name]] += size

@@ -1,23 +1,75 @@
-"""The links of p2p transfers between the stages of a pipeline."""
+"""The links of p2p transfers between the stages of a pipeline, and the cores that its ranks share."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar.costmodel.cluster.device_groups import ranks_of
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import group_rate
 
+Times = float | np.ndarray
 
-def transfers(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[tuple[float, float], ...]:
-    """(latency in seconds, bytes/s of one direction) between a device of each rank of the pipeline and its peer on the
-    next rank, of the last one on the first. Of `num_devices` a rank.
+
+class RankLink(NamedTuple):
+    """The link of a device of a rank of the pipeline to its peer on the next rank, one direction.
+
+    `speedup`: how many times as fast the rank computes while all others wait, as while all compute; `cores`: the share
+    of the cores that it then takes, 0 if it shares none.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    speedup: float = 1.0
+    cores: float = 0.0
+
+
+FREE = RankLink(0.0, math.inf)
+
+
+def alone_and_cores(pass_s: Times, collective_s: Times, speedup: Times, cores: Times) -> tuple[Times, Times]:
+    """`StageTimes.alone` and `StageTimes.cores` of a stage whose rank has this `speedup` and these `cores`.
+
+    `pass_s`: seconds of forward and backward of a microbatch, of which `collective_s`, those of collectives, are no
+    fewer if other ranks wait. Numbers, or arrays of numpy.
+
+    >>> alone, cores = alone_and_cores(3.0, 1.0, 2.0, 0.5)
+    >>> float(alone), float(cores)
+    (0.6666666666666666, 0.25)
+    """
+    computed_s = np.maximum(pass_s - collective_s, 0.0) / speedup
+    alone_s = computed_s + collective_s
+    is_any = alone_s > 0
+    least_s = np.where(is_any, alone_s, 1.0)
+    return np.where(is_any, least_s / np.where(is_any, pass_s, 1.0), 1.0), cores * computed_s / least_s
+
+
+def transfers(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[RankLink, ...]:
+    """The link of each rank of the pipeline to the next, of the last one to the first. Of `num_devices` a rank.
 
     On a cluster of groups of devices, neighbours within a group are joined as on a cluster of these alone, others by
     the link between groups.
     """
     if cluster.groups is None or num_ranks == 1:
-        return (transfer(cluster, num_ranks, num_devices),) * num_ranks
-    across, found = pair_rate(cluster.groups.link), []
+        speedup = speedup_alone(cluster, num_ranks, num_devices)
+        cores = speedup / num_ranks if speedup > 1 else 0.0
+        return (RankLink(*transfer(cluster, num_ranks, num_devices), speedup, cores),) * num_ranks
+    across, found = RankLink(*pair_rate(cluster.groups.link)), []
     for ranks, (_, own) in zip(ranks_of(cluster, num_ranks), cluster.groups.members, strict=True):
-        found += [transfer(own, len(ranks), num_devices)] * (len(ranks) - 1) + [across]
+        found += [RankLink(*transfer(own, len(ranks), num_devices))] * (len(ranks) - 1) + [across]
     return tuple(found)
+
+
+def speedup_alone(cluster: Cluster, num_ranks: int, num_devices: int) -> float:
+    """How many times as fast a rank of the pipeline computes while all others wait, as while all compute.
+
+    1 unless all of its ranks share cores: devices of a rank compute at the same time, and ranks on other cores too.
+    """
+    shared = cluster.shared_cores
+    if shared is None or shared.num_ranks < num_ranks * num_devices:
+        return 1.0
+    return max(1.0, min(shared.speedup, num_ranks))
 
 
 def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import local_bytes, rank_limits
 from autopar.costmodel.roofline import weight_gradients_s
-from autopar.costmodel.stage_transfer import transfers
+from autopar.costmodel.stage_transfer import RankLink, alone_and_cores, transfers
 from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
@@ -72,12 +72,15 @@ class StagedPlan(BasePlan):
             forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
             weight_s = weight_gradients_s(plan.graph, plan.assignment, plan.mesh, plan.cluster)
             ahead_s, back_s = (sent[at] if 0 <= at < len(sent) else 0.0 for at in (stage, stage - 1))
-            stage_times.append(StageTimes(forward_s, backward_s - weight_s, weight_s, ahead_s, back_s))
+            link, waits_s = links[self.schedule.rank_of(stage)], plan.costs.collective_microbatch_s
+            alone, cores = map(float, alone_and_cores(forward_s + backward_s, waits_s, link.speedup, link.cores))
+            each_s = forward_s, backward_s - weight_s, weight_s, ahead_s, back_s
+            stage_times.append(StageTimes(*each_s, alone, cores))
         return tuple(stage_times)
 
-    def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
+    def _sent_s(self, stage: int, link: RankLink) -> float:
         """Seconds of the p2p of the boundary tensors that `stage` sends."""
-        return link[0] + sum(self.sent_bytes(stage)) / link[1]
+        return link.latency_s + sum(self.sent_bytes(stage)) / link.bytes_per_s
 
     def sent_bytes(self, stage: int, *, only_gradients: bool = False) -> list[int]:
         """Bytes of each boundary tensor that a rank of `stage` sends for a microbatch, or of each whose gradient comes

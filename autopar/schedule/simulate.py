@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate, chain, pairwise
 
 import networkx as nx
@@ -20,7 +20,8 @@ class StageTimes:
 
     `backward_s`: the part of backward for the inputs, `weight_s`: the part for the weights; a backward that is not
     split takes both. `send_s`: p2p of the outputs to the next stage; `send_back_s`: p2p of the inputs' gradients to the
-    previous stage.
+    previous stage. The first three are those of a rank while all others compute. Where ranks share cores, `alone` is
+    their part that is left while all others wait, and `cores` the share of the cores that the rank then takes.
     """
 
     forward_s: float
@@ -28,6 +29,8 @@ class StageTimes:
     weight_s: float = 0.0
     send_s: float = 0.0
     send_back_s: float = 0.0
+    alone: float = 1.0
+    cores: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,12 @@ def posted_by(schedule: Schedule) -> list[dict[int, int]]:
 
 
 def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in
+    """Seconds from the step's start at which each action starts and ends; `times` is [stages, 7, ...], columns as in
     `StageTimes`.
 
     Further dims are simulated side by side: many sets of times cost little more than one. A transfer begins when what
     is sent is made and its receive is posted, and runs beside the computing of both ranks; those of one lane follow one
-    another.
+    another. Ranks that share cores slow each other down as far as they compute at the same time (`_stretched`).
     """
     durations, transfers = _durations(order.schedule, times)
     stage = np.array([action.stage for action in order.actions])
@@ -153,12 +156,29 @@ def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         arrives = np.maximum(end[order.source[wave]], start[order.poster[wave]]) + transfer[wave]
         start[wave] = np.maximum(end[order.before[wave]], arrives)
         end[wave] = start[wave] + duration[wave]
-    return start[:-1], end[:-1]
+    cores = times[stage, 6]
+    return _stretched(start[:-1], end[:-1], cores) if cores.any() else (start[:-1], end[:-1])
+
+
+def _stretched(start: np.ndarray, end: np.ndarray, cores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The starts and ends of actions, f64[actions, ...] each, if those that go on at the same time share cores.
+
+    `start`, `end`: as if each had the cores alone, of which it then takes a share of `cores`. While more than all are
+    taken, everything is slower by as much.
+    """
+    moments = np.concatenate([start, end])
+    order = moments.argsort(axis=0, kind="stable")
+    taken = np.take_along_axis(np.concatenate([cores, -cores]), order, axis=0).cumsum(axis=0)
+    spans = np.diff(np.take_along_axis(moments, order, axis=0), axis=0) * np.maximum(1.0, taken[:-1])
+    stretched = np.empty_like(moments)
+    np.put_along_axis(stretched, order, np.concatenate([np.zeros_like(spans[:1]), spans.cumsum(axis=0)]), axis=0)
+    return stretched[: len(start)], stretched[len(start) :]
 
 
 def _durations(schedule: Schedule, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each kind of action of each stage, and of the transfer of its input, both [stages, kinds, ...]."""
-    forward, backward, weight, send, send_back = np.moveaxis(times, 1, 0)
+    forward, backward, weight, send, send_back, alone, _ = np.moveaxis(times, 1, 0)
+    forward, backward, weight = forward * alone, backward * alone, weight * alone
     durations = np.stack([forward, backward + weight, backward, weight], axis=1)
     # The first stage has no input to differentiate: torch does all of its backward in "W".
     durations[0, 2:] = np.stack([np.zeros_like(backward[0]), backward[0] + weight[0]])
@@ -186,5 +206,5 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
 
 
 def as_array(times: Sequence[StageTimes]) -> np.ndarray:
-    """The fields of `times` as f64[stages, 5], in seconds."""
-    return np.array([[x.forward_s, x.backward_s, x.weight_s, x.send_s, x.send_back_s] for x in times])
+    """The fields of `times` as f64[stages, 7]."""
+    return np.array([astuple(x) for x in times])

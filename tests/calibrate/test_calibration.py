@@ -5,18 +5,19 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from autopar.calibrate.fit_cluster import Fitted, Point
-from autopar.calibrate.measure import Effort, measure_links
+from autopar.calibrate.measure import Effort, measure_cores, measure_links
 from autopar.calibrate.run_calibration import calibrate, save
 from autopar.calibrate.time_links import Groups, TimedLinks
 from autopar.cli import calibrate_command, main
 from autopar.costmodel.cluster.load_cluster import load_cluster
-from autopar.costmodel.cluster.measured_terms import Calibration
+from autopar.costmodel.cluster.measured_terms import Calibration, SharedCores
 from autopar.errors import AutoparError
 from tests.workers import RankError, Ranks
 
@@ -42,6 +43,36 @@ def test_all_ranks_agree_on_a_cluster_of_their_host(ranks4, tmp_path):
     rates = {(rate.kind, rate.size) for level in cluster.levels for rate in level.group_rates}
     assert {("p2p", 2), ("all_reduce", 2), ("all_gather", 2), ("reduce_scatter", 2), ("all_to_all", 2)} <= rates
     assert cluster.kernel_s > 0 and cluster.update_s > 0 and cluster.flops_per_s["float32"] > 1e8
+
+
+def on_one_core() -> SharedCores | None:
+    links, allowed = TimedLinks(torch.device("cpu"), 20.0, 0.1), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        return measure_cores(links, (4,), lambda _: None)
+    finally:
+        os.sched_setaffinity(0, allowed)
+        links.close()
+
+
+@pytest.mark.multirank
+def test_a_rank_whose_core_the_others_leave_computes_faster(ranks4):
+    found, *others = ranks4.run(on_one_core)
+    assert all(other == found for other in others)
+    assert found.num_ranks == 4 and 1.25 <= found.speedup <= 8  # 4 if nothing else runs on that core
+
+
+@pytest.mark.parametrize(
+    "seconds, shared",
+    [
+        ({1: 1.0, 2: 1.02, 8: 1.1}, None),
+        ({1: 1.0, 2: 1.95, 8: 2.0}, SharedCores(2, 2.0)),
+        ({1: 1.0, 2: 1.0, 8: 4.0}, SharedCores(8, 4.0)),
+    ],
+)
+def test_cores_are_shared_by_the_ranks_that_slow_each_other_down(seconds, shared):
+    links = SimpleNamespace(device=torch.device("cpu"), computing_s=seconds.__getitem__)
+    assert measure_cores(links, (2, 4), lambda _: None) == shared
 
 
 def bytes_on_links() -> list[tuple[str, int, int]]:

@@ -4,13 +4,15 @@ papers.
 
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import pytest
 
 from autopar.schedule.orders import NAMES, Schedule, actions, arriving, receiving_kinds
-from autopar.schedule.simulate import StageTimes, as_array, generations, ordered, posted_by, simulate, step_s
+from autopar.schedule.simulate import StageTimes, as_array, generations, ordered, posted_by, simulate, source_of, step_s
 from autopar.schedule.timeline import Action
 from tests.schedule.test_orders import schedules
 
@@ -150,9 +152,43 @@ def test_many_sets_of_times_at_once_are_each_of_them_alone():
     assert together.tolist() == [simulate(order.schedule, times).step_s for times in sets]
 
 
+def turns_s(schedule: Schedule, times: Sequence[StageTimes]) -> float:
+    """Seconds of a step without sends, from event to event: what runs at a moment shares the cores."""
+    rows, done = [list(row) for row in actions(schedule)], set[Action]()
+    left: dict[Action, float] = {}
+    now = 0.0
+    while any(rows):
+        for row in rows:
+            if row and row[0] not in left and source_of(schedule, row[0]) in {None, *done}:
+                kind, stage, _ = row[0]
+                left[row[0]] = taken(schedule, times[stage], kind, stage) * times[stage].alone
+        slower = max(1.0, sum(times[action.stage].cores for action in left))
+        passed = min(left.values())
+        now += passed * slower
+        for action in [action for action in left if left[action] <= passed]:
+            rows[schedule.rank_of(action.stage)].remove(action)
+            done.add(action)
+            del left[action]
+        left = {action: seconds - passed for action, seconds in left.items()}
+    return now
+
+
+@pytest.mark.parametrize("name, num_stages", [("gpipe", 4), ("1f1b", 4), ("interleaved", 8), ("zero-bubble", 4)])
+@pytest.mark.parametrize("cores", [0.25, 0.5, 1.0])
+def test_ranks_that_share_cores_take_turns(name, num_stages, cores):
+    schedule = Schedule(name, num_stages, 4, 8)
+    alone = 1 / (4 * cores)  # of a rank whose part is a quarter of the cores while all compute
+    times = [replace(one, alone=alone, cores=cores) for one in drawn(num_stages, 3, sends=False)]
+    found, work_s = simulate(schedule, times).step_s, [one.forward_s + one.backward_s + one.weight_s for one in times]
+    assert found == pytest.approx(turns_s(schedule, times))
+    own = simulate(schedule, [replace(one, alone=1.0, cores=0.0) for one in times]).step_s
+    assert max(8 * sum(work_s) / 4, alone * own) <= found * (1 + 1e-9) and found <= own * (1 + 1e-9)
+    assert cores > 0.25 or found == pytest.approx(own)
+
+
 def test_a_thousand_sets_take_a_moment():
     order = ordered(Schedule("1f1b", 8, 8, 32))
-    times = np.random.default_rng(0).uniform(1, 2, (8, 5, 1000))
+    times = np.random.default_rng(0).uniform(1, 2, (8, 7, 1000))
     start = time.process_time()
     step_s(order, times)
     assert time.process_time() - start < 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.costmodel.cluster.attention_kernel import ANY, FUSED
-from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
+from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare, SharedCores
 from autopar.errors import MeshError, PlanError
 
 # Of the JSON that `Cluster.to_json` writes; text without a version is of the first.
@@ -61,16 +61,17 @@ class Cluster:
     host's memory; 0: not known, nothing is offloaded. `source`: the origin of the figures. `device_type`: "cpu", or
     that of a GPU, by which ops choose kernels with other saved tensors.
 
-    Rates are what all ranks of a host reach at the same time: of processes that share cores each has its part. Terms
-    that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
-    fixed seconds of updating one parameter; `fresh_s_per_byte`, seconds for each byte of a new tensor that is too large
-    for the host's allocator to keep (`fresh_s`); `algorithms`, of which the backend takes the fastest ("nested": level
-    by level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
-    `unaligned_shares`, dtype name -> share that products of matrices reach of that if rows of an operand or of the
-    result are no whole units of 16 bytes, as tensor cores read them (NVIDIA, Matrix Multiplication Background);
-    `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
-    device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused. `overlap`:
-    the share of a collective's time in which devices compute at their full rate meanwhile, if nothing waits for it.
+    Rates are what all ranks of a host reach at the same time: of processes that share cores each has its part, and more
+    while others wait (`shared_cores`), as the ranks of a pipeline do. Terms that are nothing unless they were measured:
+    `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`, fixed seconds of updating one parameter;
+    `fresh_s_per_byte`, seconds for each byte of a new tensor that is too large for the host's allocator to keep
+    (`fresh_s`); `algorithms`, of which the backend takes the fastest ("nested": level by level); `product_shares` of
+    flops_per_s and `memory_shares` of the memory bandwidth that ops reach; `unaligned_shares`, dtype name -> share that
+    products of matrices reach of that if rows of an operand or of the result are no whole units of 16 bytes, as tensor
+    cores read them (NVIDIA, Matrix Multiplication Background); `LinkLevel.group_rates`; `calibration`, the origin of
+    measured terms. `attention_kernels`: the fused ones that the device has ("flash", "efficient"); attention that none
+    takes is written out. (): not known, all is fused. `overlap`: the share of a collective's time in which devices
+    compute at their full rate meanwhile, if nothing waits for it.
     `groups`: of devices that differ (`device_groups.joined`); all other figures are then those of one of the groups.
     """
 
@@ -93,6 +94,7 @@ class Cluster:
     calibration: Calibration | None = None
     attention_kernels: tuple[str, ...] = ()
     overlap: float = 0.0
+    shared_cores: SharedCores | None = None
     groups: DeviceGroups | None = None
 
     def __post_init__(self) -> None:
@@ -190,6 +192,7 @@ class Cluster:
 _TERMS = ("kernel_s", "update_s", "fresh_s_per_byte", "overlap", "algorithms", "product_shares", "memory_shares") + (
     "unaligned_shares",
     "groups",
+    "shared_cores",
     "calibration",
     "attention_kernels",
 )
@@ -295,6 +298,9 @@ def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float
         yield f"forward of memory_shares {row.op!r}", row.forward, _LEAST, _MOST
         yield f"backward of memory_shares {row.op!r}", row.backward, _LEAST, _MOST
         yield f"num_bytes of memory_shares {row.op!r}", row.num_bytes, _LEAST, _MOST
+    if cluster.shared_cores is not None:
+        yield "num_ranks of shared_cores", cluster.shared_cores.num_ranks, 1, _MOST_DEVICES
+        yield "speedup of shared_cores", cluster.shared_cores.speedup, 1.0, _MOST
     if cluster.calibration is not None:
         yield "fit_error of calibration", cluster.calibration.fit_error, 0.0, _MOST
         yield "worst_error of calibration", cluster.calibration.worst_error, 0.0, _MOST
@@ -318,6 +324,8 @@ def cluster_from_json(text: str) -> Cluster:
                 if type(hosts) is not list:
                     raise TypeError(f"{reprlib.repr(hosts)} in place of a list as hosts of calibration")
                 fields["calibration"] = Calibration(**origin | {"hosts": tuple(hosts)})
+            if cores := fields.get("shared_cores"):
+                fields["shared_cores"] = SharedCores(**cores)
             return Cluster(levels=levels, **fields)
     except (json.JSONDecodeError, RecursionError, TypeError, KeyError, AttributeError) as error:
         found = f"no field {error}" if isinstance(error, KeyError) else error if text.strip() else "nothing"

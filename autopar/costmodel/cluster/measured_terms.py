@@ -80,6 +80,18 @@ class MemoryShare:
     num_bytes: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """Cores that neighbouring processes share, `num_ranks` of them: one computes `speedup` times as fast while the
+    others wait as while all compute.
+
+    How to fill it: time products on one rank while all compute, and while the others wait.
+    """
+
+    num_ranks: int
+    speedup: float
+
+
 @dataclass(frozen=True)
 class Calibration:
     """The origin of a calibrated cluster.

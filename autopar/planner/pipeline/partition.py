@@ -23,6 +23,7 @@ class Blocks:
     backward_s: np.ndarray
     weight_s: np.ndarray
     split_s: np.ndarray
+    collective_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.overlap.path_weights import MicrobatchWeights
 from autopar.costmodel.roofline import shapes_time, weight_gradients_s, weight_share
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import speedup_alone, transfer
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.folding.segments import ends_apart, segmented
@@ -107,10 +107,16 @@ def schedule_bound_s(
     solved: dict[CriticalShares, float] = {}
     known = {} if known is None else known
 
-    def bound_s(shares: CriticalShares) -> float:
+    speedup = speedup_alone(setting.cluster, schedule.num_ranks, setting.mesh.num_devices)
+    on_cores = _mean_work(schedule, speedup, setting.mesh.num_devices)
+
+    def own_s(shares: CriticalShares) -> float:
         return shares.seconds + max(min(1.0, shares.over(other)) * seconds for other, seconds in solved.items())
 
-    least_s, candidates = 0.0, _shares(schedule, replace(work, slowest_s=0.0))
+    def bound_s(shares: CriticalShares) -> float:
+        return max(own_s(shares), own_s(on_cores))
+
+    least_s, candidates = 0.0, _shares(schedule, replace(work, slowest_s=0.0), speedup)
     priced = candidates[0]
     while priced not in solved and len(solved) < _MOST_SEARCHES and not setting.budget.is_spent:
         try:
@@ -125,9 +131,10 @@ def schedule_bound_s(
             if math.isinf(to_beat_s) and schedule.num_stages > 1:
                 slowest_s = _slowest_laid_out_s(setting, folded, starts, blocks_s, schedule)
                 work = replace(work, slowest_s=max(work.slowest_s, slowest_s))
-            candidates = _shares(schedule, work)
+            candidates = _shares(schedule, work, speedup)
         least_s = max(least_s, min(map(bound_s, candidates)))
         priced = min(candidates, key=bound_s)
+        priced = max(on_cores, priced, key=own_s) if speedup > 1 else priced
         if least_s >= to_beat_s or (to_beat_s < math.inf and least_s < _FAR * to_beat_s):
             break
     return least_s
@@ -158,13 +165,27 @@ def _times(setting: Setting, assignment: Assignment) -> dict[str, float]:
     return {"weight_s": weight_s, "other_s": other_s}
 
 
-def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, ...]:
+def _mean_work(schedule: Schedule, speedup: float, num_devices: int) -> CriticalShares:
+    """The mean work of the ranks, as far as a step takes at least as long where they share cores.
+
+    Of computing c and collectives d of a rank on average, a step takes at least c, and c / speedup + d. With weights
+    that count both alike, that is speedup / (2 speedup - 1) times their sum; one device has no collectives.
+    """
+    least = 1.0 if num_devices == 1 else speedup / (2 * speedup - 1)
+    mean = least * schedule.num_microbatches / schedule.num_ranks
+    return CriticalShares(mean, mean, 0.0)
+
+
+def _shares(schedule: Schedule, work: MicrobatchWork, speedup: float) -> tuple[CriticalShares, ...]:
+    """The weights of critical paths, on which ranks compute as fast as while all others wait."""
     num_forwards = schedule.num_microbatches * schedule.num_stages
     if schedule.num_stages == 1 or num_forwards > _MOST_FORWARDS:
-        mean = schedule.num_microbatches / schedule.num_ranks
+        mean = schedule.num_microbatches / schedule.num_ranks / speedup
         return (CriticalShares(mean, mean, 0.0),)
     by_rank = num_forwards * schedule.num_ranks <= _MOST_BY_RANK
-    return critical_shares(schedule, work if by_rank else replace(work, slowest_s=0.0))
+    times = {name: getattr(work, name) / speedup for name in ("weight_s", "other_s", "slowest_s")}
+    found = critical_shares(schedule, replace(work, **times | ({} if by_rank else {"slowest_s": 0.0})))
+    return tuple(CriticalShares(one.weight / speedup, one.other / speedup, one.seconds) for one in found)
 
 
 def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> tuple[MicrobatchWork, np.ndarray]:

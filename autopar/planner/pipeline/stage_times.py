@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.costmodel.stage_transfer import RankLink, alone_and_cores
 from autopar.planner.pipeline.partition import Blocks, Partition, Spans, cut_at, stage_spans
 from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
 from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
@@ -15,8 +16,7 @@ from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
 _MOST_MOVES, _FURTHEST = 32, 32
 
 
-# (latency in seconds, bytes/s) from any rank of the pipeline to the next, or from each, of the last to the first
-Links = tuple[float, float] | tuple[tuple[float, float], ...]
+Links = Sequence[RankLink]  # of each rank of the pipeline to the next, or one for all
 Limits = float | Sequence[float] | np.ndarray  # bytes of a device of any rank of the pipeline, or of each
 
 
@@ -181,7 +181,7 @@ def _times_of(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, schedule: Sched
 
 
 def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, links: Links) -> np.ndarray:
-    """f64[stages, 5, cuts]: the times of each stage, as in `StageTimes`, which recomputes `num`[cut, stage] blocks."""
+    """f64[stages, 7, cuts]: the times of each stage, as in `StageTimes`, which recomputes `num`[cut, stage] blocks."""
     if blocks.of_stage:
         each = [_stage_times(own, cuts, num, links)[stage : stage + 1] for stage, own in enumerate(blocks.of_stage)]
         return np.concatenate(each)
@@ -193,13 +193,15 @@ def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, links: Links
         return ends[stops] - ends[starts]
 
     weight_s, again_s = total(blocks.weight_s), total(can) * num / np.maximum(1, total(blocks.is_recomputable))
-    latency_s, rate = np.resize(np.reshape(links, (-1, 2)), (cuts.shape[1] - 1, 2)).T  # stages go round the ranks
-    sent_bytes = np.append(blocks.entering_bytes, 0.0)
+    latency_s, rate, speedup, cores = np.resize(links, (cuts.shape[1] - 1, 4)).T  # stages go round the ranks
+    sent_bytes, forward_s = np.append(blocks.entering_bytes, 0.0), total(blocks.forward_s)
+    backward_s = total(blocks.backward_s) + again_s
     columns = (
-        total(blocks.forward_s),
-        total(blocks.backward_s) - weight_s + again_s,
+        forward_s,
+        backward_s - weight_s,
         weight_s,
         np.where(stops < last, latency_s + sent_bytes[stops] / rate, 0.0),
         np.where(starts > 0, np.roll(latency_s, 1) + sent_bytes[starts] / np.roll(rate, 1), 0.0),
+        *alone_and_cores(forward_s + backward_s, total(blocks.collective_s), speedup, cores),
     )
     return np.stack(columns).transpose(2, 0, 1)

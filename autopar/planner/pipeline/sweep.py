@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.costmodel.cluster.device_groups import orders
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.stage_transfer import transfers
+from autopar.costmodel.stage_transfer import FREE, transfers
 from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
@@ -238,7 +238,7 @@ class _Sweep:
                 cut, is_lavish = cut_within(own, schedule, limits_bytes), schedule.name == "gpipe" != schedules[0]
                 if not is_lavish and (cut is None or any(cut.num_recomputed)):
                     fitting.discard(plan)
-                if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
+                if cut is not None and _busy_s(own, cut, schedule) <= beat_s * links[0].speedup:
                     time_s = float(time_of(own, cut, schedule, links))
                     if not is_lavish or time_s <= _WORTH_MEMORY * least_s < math.inf:
                         least_s = min(least_s, time_s)
@@ -362,7 +362,8 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
     if not schedule.is_halved or not blocks.split_s.any():
         return blocks
     never = np.zeros_like(blocks.is_recomputable)
-    return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)
+    longer = {name: getattr(blocks, name) + blocks.split_s for name in ("backward_s", "collective_s")}
+    return replace(blocks, **longer, is_recomputable=never)
 
 
 def cut_within(blocks: Blocks, schedule: Schedule, limit_bytes: Limits) -> Partition | None:
@@ -393,7 +394,7 @@ def _most_of_rank_s(cut: Partition, schedule: Schedule) -> float:
 
 def _busy_s(blocks: Blocks, stages: Partition, schedule: Schedule) -> float:
     """Seconds of compute of the busiest rank."""
-    times = stage_times(blocks, stages, (0.0, math.inf))
+    times = stage_times(blocks, stages, [FREE])
     ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
     return schedule.num_microbatches * max(
         sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks

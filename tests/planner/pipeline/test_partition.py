@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.costmodel.stage_transfer import FREE, RankLink
 from autopar.planner.pipeline.partition import Blocks, cut_at, partition, stage_spans
 from autopar.planner.pipeline.stage_times import (
     in_flight,
@@ -29,7 +30,10 @@ def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
     can[[0, -1]] = False
     shared = (((0, number - 1), 4.0, 0.5),)
     once, state, waiting, split = (np.full(number, x) for x in (0.1, 3.0, 0.7, 0.0))
-    return Blocks(forward_s, 2 * forward_s, forward_s, split, once, state, saved, waiting, entering, can, shared)
+    collective = rng.uniform(0, 1, number)
+    return Blocks(
+        forward_s, 2 * forward_s, forward_s, split, collective, once, state, saved, waiting, entering, can, shared
+    )
 
 
 def _stage(blocks: Blocks, a: int, b: int, kept: int, limit: float, waits: int = 0) -> float:
@@ -90,8 +94,9 @@ def test_no_cut_fits() -> None:
 @pytest.mark.parametrize("limit", [60.0, 150.0, math.inf])
 @pytest.mark.parametrize("seed", range(4))
 def test_moved_blocks_shorten_the_step_within_the_limit(name: str, limit: float, seed: int) -> None:
-    blocks, link = _random_blocks(np.random.default_rng(seed), 9), (0.1, 10.0)
+    blocks = _random_blocks(np.random.default_rng(seed), 9)
     schedule = Schedule("interleaved", 4, 2, 4) if name == "interleaved" else Schedule(name, 3, 3, 6)
+    link = [RankLink(0.1, 10.0, 1.5, 1.5 / schedule.num_ranks)]
     if name == "zero-bubble":
         blocks = replace(blocks, is_recomputable=np.zeros(9, bool))
     limits = limit * schedule.num_ranks / schedule.num_stages
@@ -119,7 +124,7 @@ def test_ranks_with_several_stages_have_equally_many_blocks() -> None:
     even = replace(blocks, **{name: np.ones(20) for name in ("forward_s", "backward_s", "weight_s")}, shared=())
     schedule = Schedule("interleaved", 8, 2, 8)
     found = partition(even, in_flight(schedule), math.inf)
-    better = recut(even, found, schedule, (0.0, math.inf), math.inf)
+    better = recut(even, found, schedule, [FREE], math.inf)
     counts = np.diff([*better.starts, 20])
     assert [counts[rank::2].sum() for rank in range(2)] == [10, 10]
 
@@ -165,4 +170,4 @@ def test_stages_of_a_rank_recompute_as_few_blocks_as_its_memory_allows(seed: int
 def test_stages_of_one_block_each_stay() -> None:
     blocks, schedule = _random_blocks(np.random.default_rng(0), 3), Schedule("1f1b", 3, 3, 6)
     found = partition(blocks, in_flight(schedule), math.inf, waiting=waiting(schedule))
-    assert recut(blocks, found, schedule, (0.0, math.inf), math.inf) is found
+    assert recut(blocks, found, schedule, [FREE], math.inf) is found

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.measured_terms import SharedCores
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.segments import ends_apart, segmented
@@ -60,6 +61,24 @@ def test_no_plan_by_hand_takes_less_and_the_best_is_near(gpt: Graph) -> None:
     assert 0.95 * plan.step_s <= least_s <= plan.step_s
     assert plan.lower_bound_s == pytest.approx(least_s) and "with this schedule on this mesh" in plan.bound_of
     assert f"no {plan.bound_of} takes less than" in plan.explain()
+
+
+@pytest.mark.parametrize("speedup", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2,tp=2", "pp=4"])
+def test_no_plan_takes_less_where_ranks_share_cores(gpt: Graph, mesh: str, speedup: float) -> None:
+    cluster, asked = replace(V100, shared_cores=SharedCores(8, speedup)), {"num_microbatches": 8}
+    model, found = points(gpt, parse_mesh(mesh), asked=asked)
+    fastest, bounds = dict[Schedule, float](), dict[Schedule, float]()
+    for point in found:
+        plan = as_written(model, point, gpt)
+        step_s = replace(plan, cluster=cluster).step_s
+        assert step_s < plan.step_s, "one computes faster while others wait"
+        fastest[point.schedule] = min(fastest.get(point.schedule, math.inf), step_s)
+    for schedule, step_s in fastest.items():
+        bounds[schedule] = bound_s(gpt, mesh.replace("pp=4", "pp=4,dp=1"), schedule, cluster=cluster)
+        assert bounds[schedule] <= step_s, schedule
+    least_known = 0.9 if mesh == "pp=4" else 0.5  # collectives go on beside the others' computing
+    assert max(bounds[schedule] / step_s for schedule, step_s in fastest.items()) >= least_known
 
 
 def test_the_slowest_rank_of_any_plan_takes_what_its_blocks_do_with_their_conversions() -> None:

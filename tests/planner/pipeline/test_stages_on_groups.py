@@ -11,7 +11,7 @@ import pytest
 from autopar.api import _text_of
 from autopar.costmodel.cluster.device_groups import joined, orders
 from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, load_cluster
-from autopar.costmodel.stage_transfer import transfers
+from autopar.costmodel.stage_transfer import FREE, transfers
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
@@ -62,7 +62,7 @@ def test_the_cut_is_that_of_brute_force(seed: int) -> None:
     )
     found = partition(own, in_flight(schedule), float("inf"), waiting=waiting(schedule))
     assert max(found.times_s) == pytest.approx(best)
-    times = stage_times(own, found, (0.0, float("inf")))
+    times = stage_times(own, found, [FREE])
     assert [x.forward_s + x.backward_s + x.weight_s for x in times] == pytest.approx(list(found.times_s))
 
 
