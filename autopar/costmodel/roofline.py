@@ -287,11 +287,17 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
 
 def weight_gradients_s(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of backward for the gradients of weights."""
-    return sum(
-        share * op_time(op, assignment.strategies[op.name], mesh.shape, cluster)[1]
-        for op in graph.ops
-        if (share := weight_share(op))
-    )
+    known: dict[tuple[int, int], float] = {}  # of a call and a strategy, which are kept as long as graph and assignment
+
+    def of(op: Op) -> float:
+        strategy = assignment.strategies[op.name]
+        key = id(op.nameless), id(strategy)
+        if key not in known:
+            share = weight_share(op)
+            known[key] = share * op_time(op, strategy, mesh.shape, cluster)[1] if share else 0.0
+        return known[key]
+
+    return sum(map(of, graph.ops))
 
 
 def weight_share(op: Op) -> float:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, Self, TypeVar
 
@@ -99,10 +99,11 @@ class Op(_Unchanging):
     def nameless(self) -> "Op":
         """The op without names, module and line; equal for equal calls, so usable as a cache key."""
         inputs, outputs = (
-            tuple(Value("", value.shape, value.dtype, value.needs_grad) for value in values)
+            tuple([(value.shape, value.dtype, value.needs_grad) for value in values])
             for values in (self.inputs, self.outputs)
         )
-        return _one_of_equals(replace(self, name="", module="", line="", inputs=inputs, outputs=outputs))
+        how = self.is_no_grad, self.is_tuple, self.is_kept_whole
+        return _nameless(self.target, self.args, self.kwargs, inputs, outputs, how)
 
     @cached_property
     def _hash(self) -> int:
@@ -113,9 +114,20 @@ class Op(_Unchanging):
 
 
 @lru_cache(maxsize=4096)
-def _one_of_equals(op: Op) -> Op:
-    """The first op that equals `op`: caches find what is the same object sooner than what equals it."""
-    return op
+def _nameless(
+    target: str,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    inputs: tuple[tuple[Any, ...], ...],
+    outputs: tuple[tuple[Any, ...], ...],
+    how: tuple[bool, bool, bool],
+) -> Op:
+    """One op for equal calls: caches find what is the same object sooner than what equals it; `inputs` and `outputs`:
+    the first fields of each value but its name, `how`: the last fields of the op.
+    """
+    read, made = (tuple(Value("", *each) for each in values) for values in (inputs, outputs))
+    is_no_grad, is_tuple, is_kept_whole = how
+    return Op("", target, args, kwargs, read, made, is_no_grad, "", "", is_tuple, is_kept_whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,10 +256,16 @@ def is_random(op: Op) -> bool:
     """
     if family(op.target) == ATTENTION:
         return arguments_of(op)["dropout_p"] > 0
-    if torch.Tag.nondeterministic_seeded not in resolve(op.target).tags:
+    if not _is_seeded(op.target):
         return False
     arguments = arguments_of(op)  # of dropout and of recurrent layers
     return arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
+
+
+@lru_cache(maxsize=4096)
+def _is_seeded(target: str) -> bool:
+    """Whether torch says that the op draws random numbers, with some arguments."""
+    return torch.Tag.nondeterministic_seeded in resolve(target).tags
 
 
 @lru_cache(maxsize=1024)

@@ -173,16 +173,18 @@ def _remade_values(graph: Graph) -> frozenset[str]:
     fixed = {item.value.name for item in graph.inputs if item.kind != "argument" and item.fqn not in written}
     known = remade | {item.value.name for item in graph.of_kind("argument") if not item.value.needs_grad}
     behind = {name: frozenset((name,)) for name in size if name in fixed}  # value -> the parameters it is made of
+    follows = known | fixed | behind.keys()
     makers, wanted = dict[str, Op](), list[str]()
     for op in graph.ops:
         read, made = {value.name for value in op.inputs}, [value.name for value in op.outputs]
-        if is_random(op) or is_function(op) or facts_of(op.target).product or not read <= known | fixed | behind.keys():
+        if not read <= follows or is_random(op) or is_function(op) or facts_of(op.target).product:
             continue
         if read <= fixed:
             fixed.update(made)
         elif read & size.keys() or (len(read) > 1 and torch.Tag.pointwise not in resolve(op.target).tags):
             continue
         makers |= dict.fromkeys(made, op)
+        follows.update(made)
         behind |= dict.fromkeys(made, frozenset[str]().union(*(behind[name] for name in read if name in behind)))
         wanted += [v.name for v in op.outputs if v.num_bytes >= sum(size[name] for name in behind[v.name])]
     while wanted:
@@ -244,7 +246,7 @@ def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, in
     """
     readers: dict[str, set[int]] = defaultdict(set)
     for index, ops in enumerate(blocks):
-        for name in (value.name for op in ops for value in op.inputs):
+        for name in {value.name for op in ops for value in op.inputs}:
             readers[name].add(index)
     for value in graph.outputs:
         if isinstance(value, Value):

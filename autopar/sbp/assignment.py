@@ -1,6 +1,5 @@
 """`Assignment`, all decisions about a graph, and the conversions that follow from it, for pricing and lowering."""
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -105,17 +104,12 @@ class Assignment:
         decisions = (_choices(getattr(self, each.name)) for each in fields(self))
         return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in decisions)
 
-    def chosen(self, *of: str) -> dict[str, tuple[tuple[str, Any], ...]]:
-        """Name -> (field, choice) of each field of names `of` these kinds that says something about it.
-
-        Of a group only that it is in one.
-        """
-        by_name: dict[str, list] = defaultdict(list)
+    def chosen(self, *of: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Each field of names `of` these kinds, with its choices by name; of a group only that a name is in one."""
         for each in fields(self):
-            value = getattr(self, each.name)
-            for name, choice in _choices(value).items() if each.metadata[_NAMES] in of else ():
-                by_name[name].append((each.name, choice if isinstance(value, Mapping) else True))
-        return {name: tuple(pairs) for name, pairs in by_name.items()}
+            if each.metadata[_NAMES] in of:
+                value = getattr(self, each.name)
+                yield each.name, value if isinstance(value, Mapping) else dict.fromkeys(_choices(value), True)
 
     @property
     def regions(self) -> Iterator[tuple[str, ...]]:

@@ -118,33 +118,35 @@ def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
 
 def _value_classes(graph: Graph, same: Mapping[str, str]) -> dict[str, str]:
     classes = {item.value.name: same[item.value.name] for item in graph.inputs}
+    made = {op.name: op.outputs for op in graph.ops if same[op.name] == op.name}
     for op in graph.ops:
-        alike = op if same[op.name] == op.name else graph.ops[graph.position[same[op.name]]]
-        classes.update(zip((value.name for value in op.outputs), (value.name for value in alike.outputs)))
+        for value, alike in zip(op.outputs, made[same[op.name]]):
+            classes[value.name] = alike.name
     return classes
 
 
 def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
     """i64[ops]: a number for each op, equal for ops that differ only in the producers of their inputs."""
     known: dict[Any, int] = {}
-    return np.array([known.setdefault(_signature(op, labels), len(known)) for op in graph.ops], dtype=np.int64)
+    arguments: dict[Any, str] = {}  # of calls with the same objects, as copies of a block mostly are
+    for op in graph.ops:
+        key = op.target, id(op.args), id(op.kwargs)
+        if key not in arguments:
+            arguments[key] = _arguments(op)
+    signatures = (_signature(op, arguments[op.target, id(op.args), id(op.kwargs)], labels) for op in graph.ops)
+    return np.array([known.setdefault(one, len(known)) for one in signatures], dtype=np.int64)
 
 
-def _signature(op: Op, labels: Mapping[str, str]) -> Any:
+def _arguments(op: Op) -> str:
+    """A text of what the op is called with but for tensors: it tells 1, 1.0 and True apart, which hashing does not."""
+    return repr(map_leaves((op.args, op.kwargs), lambda leaf: _kind_of(op.target, leaf)))
+
+
+def _signature(op: Op, arguments: str, labels: Mapping[str, str]) -> Any:
     values = tuple(
-        (value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs)
+        [(value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs)]
     )
-    # repr tells 1, 1.0 and True apart, which hashing does not.
-    arguments = map_leaves((op.args, tuple(value for _, value in op.kwargs)), lambda leaf: _kind_of(op.target, leaf))
-    return (
-        op.target,
-        repr(arguments),
-        tuple(name for name, _ in op.kwargs),
-        op.is_no_grad,
-        op.is_tuple,
-        len(op.inputs),
-        values,
-    )
+    return (op.target, arguments, op.is_no_grad, op.is_tuple, len(op.inputs), values)
 
 
 def _kind_of(target: str, leaf: Any) -> Any:

@@ -25,17 +25,21 @@ def wire(graph: Graph) -> Wiring:
     """The `Wiring` of `graph`; its `num_alive` has one entry more than there are ops."""
     where: dict[str, Source] = {item.value.name: (-1, i) for i, item in enumerate(graph.inputs)}
     for i, op in enumerate(graph.ops):
-        where.update((value.name, (i, j)) for j, value in enumerate(op.outputs))
-    sources = tuple(tuple(where[value.name] for value in op.inputs) for op in graph.ops)
-    matrices = {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) >= 2}
-    is_product = tuple(any(value.name in matrices for value in op.inputs) for op in graph.ops)
+        for j, value in enumerate(op.outputs):
+            where[value.name] = i, j
+    sources = tuple([tuple([where[value.name] for value in op.inputs]) for op in graph.ops])
+    inputs = {(-1, i): item for i, item in enumerate(graph.inputs)}
+    matrices = {at for at, item in inputs.items() if item.kind == "parameter" and len(item.value.shape) >= 2}
+    is_product = tuple([not matrices.isdisjoint(read) for read in sources])
     return Wiring(sources, is_product, _num_alive(sources))
 
 
 def _num_alive(sources: Sequence[Sequence[Source]]) -> tuple[int, ...]:
     last_use: dict[Source, int] = {}
     for i, inputs in enumerate(sources):
-        last_use.update((source, i) for source in inputs if source[0] >= 0)
+        for source in inputs:
+            if source[0] >= 0:
+                last_use[source] = i
     change = [0] * (len(sources) + 2)
     for (made, _), used in last_use.items():
         change[made + 1] += 1

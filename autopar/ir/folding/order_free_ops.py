@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import is_
 from typing import Any
 
 from autopar.ir.export.op_builder import stem_of
@@ -92,23 +93,21 @@ def _with_names(graph: Graph, renamed: Mapping[str, str]) -> Graph:
     for op in graph.ops:
         name = renamed.get(op.name, op.name)
         for number, value in enumerate(op.outputs):
-            is_own = value.name in (op.name, f"{op.name}_out{number}")
+            is_own = name != op.name and value.name in (op.name, f"{op.name}_out{number}")
             values[value.name] = replace(value, name=name + value.name[len(op.name) :]) if is_own else value
 
     def now(item: Any) -> Any:
         return values.get(item.name, item) if isinstance(item, Value) else item
 
+    def of(op: Op) -> Op:
+        """The op under its name now, itself where that and all that it reads and makes stay."""
+        name, inputs, outputs = renamed.get(op.name, op.name), tuple(map(now, op.inputs)), tuple(map(now, op.outputs))
+        is_same = all(map(is_, (name, *inputs, *outputs), (op.name, *op.inputs, *op.outputs)))
+        return op if is_same else replace(op, name=name, inputs=inputs, outputs=outputs)
+
     return replace(
         graph,
-        ops=tuple(
-            replace(
-                op,
-                name=renamed.get(op.name, op.name),
-                inputs=tuple(map(now, op.inputs)),
-                outputs=tuple(map(now, op.outputs)),
-            )
-            for op in graph.ops
-        ),
+        ops=tuple(map(of, graph.ops)),
         outputs=tuple(map(now, graph.outputs)),
         mutations=tuple((fqn, now(value)) for fqn, value in graph.mutations),
     )

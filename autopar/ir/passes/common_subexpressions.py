@@ -61,6 +61,7 @@ def _hoisted(ops: list[Op], merged: set[str]) -> list[Op]:
     keys = {}
     for index, op in enumerate(ops):
         place = max((anchor.get(value.name, -1) for value in op.inputs), default=-1) if op.name in merged else index
-        anchor.update((value.name, place) for value in op.outputs)
+        for value in op.outputs:
+            anchor[value.name] = place
         keys[op.name] = (place, index)
     return sorted(ops, key=lambda op: keys[op.name])

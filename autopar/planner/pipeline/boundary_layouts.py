@@ -166,16 +166,15 @@ class OpenStages:
         self.values, self.shared = _values(cut), shared_extents(cut.stages[0].graph, (), mesh)
         self.order, links = ordered(point.schedule), transfers(cluster, point.schedule.num_ranks, mesh.num_devices)
         self.links = [links[self.schedule.rank_of(number)] for number in range(len(cut.stages))]
-        self.kinds = [
-            (
-                cluster_of_rank(cluster, self.schedule.rank_of(number), self.schedule.num_ranks),
-                wiring_of(stage.graph),
-                requested_of(stage.graph, self._request(number)),
-            )
-            for number, stage in enumerate(cut.stages)
-        ]
+        self.kinds = [self._kind(number) for number in range(len(cut.stages))] if len(cut.stages) > 1 else [0]
         self.ends: dict[Any, _Ends] = {}
         self.known: dict[Any, float] = {}
+
+    def _kind(self, number: int) -> Any:
+        """A key that is equal for isomorphic stages of which the same is asked."""
+        graph, schedule = self.cut.stages[number].graph, self.schedule
+        own = cluster_of_rank(self.cluster, schedule.rank_of(number), schedule.num_ranks)
+        return own, wiring_of(graph), requested_of(graph, self._request(number))
 
     def neighbours(self, name: str, layout: Layout) -> Iterator[Layout]:
         """The layouts in which a boundary tensor may cross that differ from `layout` on one axis."""

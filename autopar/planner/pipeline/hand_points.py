@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -46,11 +46,20 @@ class Model:
     candidates: dict[tuple[int, Mesh], Candidates] = field(default_factory=dict)
     assignments: dict[tuple[int, Mesh], dict[HandPlan, Assignment]] = field(default_factory=dict)
     profiles: dict[Hashable, Profiled] = field(default_factory=dict)
+    indices: dict[int, np.ndarray] = field(default_factory=dict)  # `_index` of the outlines of microbatches
 
     @property
     def block_names(self) -> list[str]:
         """The first op of each block but the first: where stages may start."""
         return [self.graph.ops[start].name for start in self.starts[1:]]
+
+    @cached_property
+    def parameter_sizes(self) -> Mapping[int, int]:
+        """Bytes of an element of a parameter as it is stored -> the number of all such elements."""
+        sizes: dict[int, int] = {}
+        for value in (item.value for item in self.graph.of_kind("parameter")):
+            sizes[value.stored_itemsize] = sizes.get(value.stored_itemsize, 0) + math.prod(value.shape)
+        return sizes
 
     @property
     def num_samples(self) -> int:
@@ -238,7 +247,9 @@ def _assignments(model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh
 def _blocks(model: Model, assignment: Assignment, num: int, mesh: Mesh, cluster: Cluster, training: Training) -> Blocks:
     short = model.of_microbatch(num).short
     figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
-    return blocks_of(_expanded(figures, _index(model, short)), model.starts, model.recomputable)
+    if num not in model.indices:
+        model.indices[num] = _index(model, short)
+    return blocks_of(_expanded(figures, model.indices[num]), model.starts, model.recomputable)
 
 
 def _index(model: Model, short: Short) -> np.ndarray:

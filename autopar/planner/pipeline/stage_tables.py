@@ -87,8 +87,9 @@ class StageCache:
     `solved`: (rank, its limit) -> plans of its stages, which agree on `tied`: FQN of a parameter of several stages ->
     its layout on the first that was solved. By keys of isomorphic ranks (`key_of`): `free`, plans without a memory
     limit; `known`, plans within one; `on_host`, plans within one that offload optimizer state; `failed`, the least
-    pressure under which nothing fitted. `problems`: the latest tables. `costs`: of plans of isomorphic stages, by
-    these and what is in flight, the assignment of the first and what it costs.
+    pressure under which nothing fitted. `problems`: the latest tables. `folds`: of the stages, by their numbers.
+    `costs`: of plans of isomorphic stages, by these and what is in flight, the assignment of the first and what it
+    costs.
     """
 
     solved: dict[tuple[int, float], SolvedStages] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class StageCache:
     on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
     failed: dict[Any, float] = field(default_factory=dict)
     problems: dict[Any, Problem] = field(default_factory=dict)
+    folds: dict[int, Folded] = field(default_factory=dict)
     costs: dict[Any, tuple[Assignment, Costs]] = field(default_factory=dict)
     by_cluster: dict[Cluster, "StageCache"] = field(default_factory=dict)
 
@@ -208,8 +210,10 @@ def setting_of(at: RankTask, one: Wanted) -> Setting:
 
 def segments_of(at: RankTask, one: Wanted) -> tuple[Folded, Segments]:
     """The fold of a stage, and the usual segments of its copies."""
-    folded = fold_of_stage(at.task.cut.folded, one.graph, one.request.crossing)
-    return folded, segments(folded, one.num_saved)
+    folds = at.cache.folds
+    if one.number not in folds:
+        folds[one.number] = fold_of_stage(at.task.cut.folded, one.graph, one.request.crossing)
+    return folds[one.number], segments(folds[one.number], one.num_saved)
 
 
 def mixed_copies(at: RankTask, one: Wanted, share: float, above: Assignment, within: Assignment) -> Assignment:

@@ -277,10 +277,9 @@ class _Sweep:
 
         `num`: of microbatches.
         """
-        data = num_data(plan, mesh)
-        parameters = [item.value for item in self.model.graph.of_kind("parameter")]
-        own_bytes = sum(x.stored_bytes for x in parameters)
-        state_bytes = sum(math.prod(x.shape) * self.request.training.state_bytes(x.stored_itemsize) for x in parameters)
+        data, training, sizes = num_data(plan, mesh), self.request.training, self.model.parameter_sizes.items()
+        own_bytes = sum(itemsize * num for itemsize, num in sizes)
+        state_bytes = sum(training.state_bytes(itemsize) * num for itemsize, num in sizes)
         stored = (2 * own_bytes + state_bytes) / (num_ranks * mesh.num_devices)
         gathered = own_bytes * data / (mesh.num_devices * num_ranks) if plan.flavour == "zero2" else 0.0
         mean = sum(self.request.rank_limits(self.cluster, num_ranks)) / num_ranks

@@ -1,7 +1,8 @@
 """`as_planned`: the runs of a repeat's copies for which a plan makes the same choices."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
 from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.folding.segments import segmented
@@ -30,14 +31,17 @@ def _runs(graph: Graph, repeat: Repeat, of_ops: Mapping[str, int], of_values: Ma
     return tuple(len(list(run)) for _, run in groupby(copies))
 
 
-def _numbered(chosen: Mapping[str, tuple[tuple[str, object], ...]]) -> dict[str, int]:
-    """Name -> a number, the same for equal choices."""
-    by_choice: dict[Hashable, int] = {}
-    by_id: dict[tuple, int] = {}  # equal choices are mostly one object, which has not to be hashed again
-    numbers = {}
-    for name, pairs in chosen.items():
-        key = tuple([(what, id(choice)) for what, choice in pairs])
-        if key not in by_id:
-            by_id[key] = by_choice.setdefault(pairs, len(by_choice))
-        numbers[name] = by_id[key]
+def _numbered(fields: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, int]:
+    """Name -> a number, the same for names of which all fields say the same."""
+    numbers: dict[str, int] = {}
+    known: dict[tuple[int, str, int], int] = {}
+    for field, choices in fields:
+        by_choice: dict[Hashable, int] = {}
+        by_id: dict[int, int] = {}  # equal choices are mostly one object, which has not to be hashed again
+        for name, choice in choices.items():
+            of_choice = by_id.get(id(choice))
+            if of_choice is None:
+                of_choice = by_id[id(choice)] = by_choice.setdefault(choice, len(by_choice))
+            key = numbers.get(name, -1), field, of_choice
+            numbers[name] = known.setdefault(key, len(known))
     return numbers

@@ -11,6 +11,6 @@ def extra_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
     section of a dim.
     """
     found = own_order_signatures(graph)
-    for name, signatures in section_signatures(graph).items():
+    for name, signatures in graph.once(section_signatures).items():
         found[name] = found.get(name, ()) + signatures
     return found
