@@ -20,6 +20,7 @@ from autopar.sbp.microbatch.split_batch import (
     ALLOWED_ROLES,
     BATCH_STATISTICS,
     KNOWN,
+    KNOWN_REDUCTION,
     BatchSplit,
     batch_size,
     is_share,
@@ -46,7 +47,7 @@ def check_own_rows(graph: Graph, num_parts: int, example: ExampleRun) -> tuple[s
     if num_parts == 1:
         return ()
     try:
-        split = split_batch(graph, ALLOWED_ROLES | {BATCH_STATISTICS})
+        split = split_batch(graph, ALLOWED_ROLES - {KNOWN_REDUCTION} | {BATCH_STATISTICS})
     except MicrobatchError as error:
         told = str(error).removesuffix("; use one microbatch").replace("be run on microbatches", "be run in parts")
         raise PlanError(f"torch runs the model on {num_parts} parts of the batch, each by itself: {told}") from error

@@ -1,8 +1,30 @@
-"""The pass that removes ops whose results are not used."""
+"""The passes that remove ops whose results, or the numbers in them, are not used."""
 
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op, Value, arguments_of
+
+_LIKE = {"aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.full_like.default": None}
+
+
+def fill_by_shape(graph: Graph) -> Graph:
+    """`graph` in which `zeros_like(x[0])` is filled by its shape: nothing of the sample is read. What has the shape of
+    all samples stays, since it is split with them.
+    """
+    picked = {op.outputs[0].name for op in graph.ops if op.target == "aten.select.int"}
+    return replace(
+        graph, ops=tuple(_filled(op) if op.inputs and op.inputs[0].name in picked else op for op in graph.ops)
+    )
+
+
+def _filled(op: Op) -> Op:
+    if op.target not in _LIKE or len(op.inputs) > 1:
+        return op
+    value, (output,) = _LIKE[op.target], op.outputs
+    value = arguments_of(op)["fill_value"] if value is None else value
+    return replace(
+        op, target="aten.full.default", args=(output.shape, value), kwargs=(("dtype", output.dtype),), inputs=()
+    )
 
 
 def drop_dead(graph: Graph) -> Graph:

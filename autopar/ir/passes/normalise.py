@@ -17,7 +17,7 @@ from autopar.ir.masks.scatter_rows import scatter_rows
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
 from autopar.ir.passes.common_subexpressions import merge_duplicates
-from autopar.ir.passes.dead_code import drop_dead
+from autopar.ir.passes.dead_code import drop_dead, fill_by_shape
 from autopar.ir.passes.drop_identities import drop_identities, keep_rows_contiguous
 from autopar.ir.passes.merge_reshapes import merge_reshapes
 from autopar.ir.passes.row_gather import read_own_rows
@@ -31,6 +31,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     unfold_broadcasts,
     canonicalise,
     drop_identities,
+    fill_by_shape,
     drop_dead,
     roll_up,
     unflatten_products,

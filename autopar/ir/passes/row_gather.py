@@ -1,11 +1,12 @@
 """The pass that rewrites `x[rows, columns]` where `rows` is 0, 1, 2, ..., all rows of x.
 
-It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has a column of its own.
-transformers reads a padding mask and the last token of each sample in this way. As an index the rows could not be
-split, since an index counts over all of them.
+It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its own,
+a `scatter` where these are written. transformers reads a padding mask and the last token of each sample in this way. As
+an index the rows could not be split, since an index counts over all of them.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ import torch
 from autopar.ir.call_args import call, takes_device
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.op_facts import is_random
+
+_PUT = "aten.index_put.default"
 
 
 def read_own_rows(graph: Graph) -> Graph:
@@ -24,26 +27,29 @@ def read_own_rows(graph: Graph) -> Graph:
 
 
 def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...]:
-    if (
-        op.target != "aten.index.Tensor"
-        or len(op.inputs) < 3
-        or op.args[1] != tuple(Slot(i) for i in range(1, len(op.inputs)))
-    ):
+    if op.target not in ("aten.index.Tensor", _PUT) or len(op.inputs) < 3 + (op.target == _PUT):
         return (op,)
-    x, rows, *columns = op.inputs
-    ndim = max(len(value.shape) for value in op.inputs[1:])
-    are_rows = rows.shape == (x.shape[0], *(1,) * (ndim - 1)) and x.shape[0] > 1
+    x, rows, *columns = op.inputs[:-1] if op.target == _PUT else op.inputs
+    if op.args[1] != tuple(Slot(i + 1) for i in range(len(columns) + 1)):
+        return (op,)
+    ndim = max(len(value.shape) for value in (rows, *columns))
+    are_rows = len(rows.shape) == ndim and rows.shape[0] == x.shape[0] > 1
     if not are_rows or any(value.dtype != torch.int64 for value in columns) or not _counts(rows, made):
         return (op,)
-    if all(len(value.shape) < ndim or value.shape[0] == 1 for value in columns):
-        return _same_columns(op, names)
-    return _column_each(op, names) if [value.shape for value in columns] == [rows.shape] and ndim == 1 else (op,)
+    shape = torch.broadcast_shapes(*(value.shape for value in (rows, *columns)))
+    if len(columns) == 1 and columns[0].shape == shape:
+        return _columns_each(op, names)
+    if op.target == _PUT or rows.shape[1:] != (1,) * (ndim - 1):
+        return (op,)
+    return _same_columns(op, names) if all(len(v.shape) < ndim or v.shape[0] == 1 for v in columns) else (op,)
 
 
 def _counts(rows: Value, made: Mapping[str, Op]) -> bool:
     """Whether `rows` is 0, 1, 2, ... for every call of the model."""
     numbers = _constant(rows, made)
-    return numbers is not None and torch.equal(numbers.flatten(), torch.arange(numbers.numel()))
+    if numbers is None:
+        return False
+    return torch.equal(numbers, torch.arange(len(numbers)).view(-1, *(1,) * (numbers.ndim - 1)).expand_as(numbers))
 
 
 def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
@@ -59,20 +65,33 @@ def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
     return call(op, inputs, **device)[[output.name for output in op.outputs].index(value.name)]
 
 
-def _column_each(op: Op, names: set[str]) -> tuple[Op, ...]:
-    """A `gather` along dim 1 with the column index expanded over the further dims; a column may count from the end."""
-    (x, _, column), (output,) = op.inputs, op.outputs
-    rest = x.shape[2:]
+def _columns_each(op: Op, names: set[str]) -> tuple[Op, ...]:
+    """A `gather` or `scatter` along dim 1 with the column index expanded over the further dims; a column may count from
+    the end.
+    """
+    (x, _, column), (output,) = op.inputs[:3], op.outputs
+    rest, num = x.shape[2:], math.prod(column.shape[1:])
     front = replace(column, name=_unique(f"{column.name}_front", names))
     steps = [_call(op, "aten.remainder.Scalar", (x.shape[1],), (column,), front)]
-    steps.append(_reshape(op, front, (x.shape[0], 1, *(1 for _ in rest)), _unique(f"{column.name}_each", names)))
-    wide = replace(front, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], 1, *rest))
+    steps.append(_reshape(op, front, (x.shape[0], num, *(1 for _ in rest)), _unique(f"{column.name}_each", names)))
+    wide = replace(front, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], num, *rest))
     steps.append(_call(op, "aten.expand.default", (wide.shape,), steps[-1].outputs, wide))
+    if op.target == _PUT:
+        return (*steps, *_written(op, wide, (*column.shape, *rest), names))
     kept = replace(output, name=_unique(f"{output.name}_kept", names), shape=wide.shape)
-    gathered = replace(
-        op, name=kept.name, target="aten.gather.default", args=(Slot(0), 1, Slot(1)), inputs=(x, wide), outputs=(kept,)
-    )
-    return (*steps, gathered, _reshape(op, kept, output.shape, output.name))
+    steps.append(_call(op, "aten.gather.default", (1, Slot(1)), (x, wide), kept))
+    return (*steps, _reshape(op, kept, output.shape, output.name))
+
+
+def _written(op: Op, wide: Value, shape: tuple[int, ...], names: set[str]) -> tuple[Op, ...]:
+    """The ops that write the values of `op`, expanded to `shape`, at the columns `wide`."""
+    x, values = op.inputs[0], op.inputs[-1]
+    each = replace(values, name=_unique(f"{values.name}_each", names), shape=shape)
+    expanded = _call(op, "aten.expand.default", (shape,), (values,), each)
+    flat = _reshape(op, each, wide.shape, _unique(f"{values.name}_flat", names))
+    adds = len(op.args) > 3 and op.args[3] is True
+    target = "aten.scatter_add.default" if adds else "aten.scatter.src"
+    return expanded, flat, _call(op, target, (1, Slot(1), Slot(2)), (x, wide, *flat.outputs), op.outputs[0])
 
 
 def _same_columns(op: Op, names: set[str]) -> tuple[Op, ...]:

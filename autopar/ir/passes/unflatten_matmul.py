@@ -7,6 +7,8 @@ its own, which gains nothing, and no single op would save the parameter (see `re
 costmodel/activations/autograd_footprint.py).
 """
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -42,8 +44,8 @@ class _Flat:
 
 
 def unflatten_linears(graph: Graph) -> Graph:
-    """`graph` with each `linear` of rows, of which nothing but a reshape to more dims is read, as one of these dims, if
-    they lead what the rows were made of: [tokens, batch, heads, size] -> [tokens * batch, heads * size], as in
+    """`graph` with each `linear` of rows, of which nothing but a reshape to more dims is read, as one of these dims:
+    [tokens, batch, heads, size] or [tokens, batch * heads, size] -> [tokens * batch, heads * size], as in
     nn.MultiheadAttention, is the batch in a dim of its own again.
     """
     named = {op.name: op for op in graph.ops}
@@ -76,12 +78,25 @@ def unflatten_linears(graph: Graph) -> Graph:
 
 
 def _lead(op: Op, before: Op | None, result: Op | None) -> tuple[int, ...]:
-    """The dims that `result` has in front of those of a row, if `before` has flattened them."""
+    """The dims that `result` has in front of those of a row, if `before` has made rows of other dims."""
     if before is None or result is None or {before.target, result.target} != {_RESHAPE} or len(op.inputs[0].shape) != 2:
         return ()
-    lead, x = result.outputs[0].shape[:-1], before.inputs[0].shape
-    is_lead = len(lead) > 1 and x[: len(lead)] == lead and result.outputs[0].shape[-1] == op.outputs[0].shape[-1]
+    lead = result.outputs[0].shape[:-1]
+    is_lead = (
+        len(lead) > 1
+        and _cuts_evenly(before.inputs[0].shape, lead)
+        and result.outputs[0].shape[-1] == op.outputs[0].shape[-1]
+    )
     return lead if is_lead and before.is_no_grad == op.is_no_grad == result.is_no_grad else ()
+
+
+def _cuts_evenly(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
+    """Whether the dims `lead` are those of `shape`, of which some are joined and one may be cut in equal parts."""
+    ends = [math.prod(shape[:dim]) for dim in range(len(shape) + 1)]
+    sizes = [math.prod(lead[: dim + 1]) for dim in range(len(lead))]
+    return all(
+        any(start and not size % start and not end % size for start, end in itertools.pairwise(ends)) for size in sizes
+    )
 
 
 def unflatten_products(graph: Graph) -> Graph:

@@ -19,12 +19,14 @@ from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.op_facts import is_random
 from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
-from autopar.sbp.microbatch.split_batch import KNOWN, BatchSplit, batch_size, is_share, split_batch
+from autopar.sbp.microbatch.split_batch import KNOWN, KNOWN_REDUCTION, BatchSplit, batch_size, is_share, split_batch
 from autopar.sbp.microbatch.token_count import LossCount, known_value, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
 from autopar.sbp.rules._by_name import argument_names, tensor_of
 from autopar.sbp.rules.loss import SUM
 from autopar.sbp.signature import Strategy
+
+KNOWN_ROLES = (KNOWN, KNOWN_REDUCTION)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Writing:
         inputs = tuple(self.values[value.name] for value in operands)
         if signature.role == INVERSE:
             inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
-        of_term = replace(signature, outputs=(P,), role="") if signature.role == KNOWN else signature
+        of_term = replace(signature, outputs=(P,), role="") if signature.role in KNOWN_ROLES else signature
         args, kwargs = localize(op, Strategy((of_term,)), (self.count,))
         outputs = tuple(map(self._local, op.outputs))
         self.values.update((value.name, value) for value in outputs)
@@ -140,7 +142,7 @@ class _Writing:
             self.alike.append(op.name)
         if signature.role == "tokens" and not _has_probabilities(op):
             self._add_counted(local)
-        elif signature.role == KNOWN:
+        elif signature.role in KNOWN_ROLES:
             self._add_known(op, local)
         elif signature.role and signature.role != INVERSE:
             self._add_averaged(local)

@@ -26,6 +26,8 @@ def in_sections(op: Op, plain: Sequence[Signature], present: Sequence[Sections])
         if dim >= 0 and {len(value.shape) for value in op.inputs} == {len(op.outputs[0].shape)}:
             sections = _lowest([value.shape[dim] for value in op.inputs])
             yield Signature((S(dim),) * len(op.inputs), (S(dim, sections=sections),))
+    if op.target in RESHAPES:
+        yield from _joined(op)
     for sections in present:
         yield from _apart(op, sections)
         for signature in plain:
@@ -50,6 +52,14 @@ def _keeps_rows(op: Op, signature: Signature, sections: Sections) -> bool:
     placed = zip((*signature.inputs, *signature.outputs), (*op.inputs, *op.outputs))
     extents = [value.shape[placement.dim] for placement, value in placed if placement.is_split]
     return all(extent % sum(sections) == 0 and extent > sum(sections) for extent in extents)
+
+
+def _joined(op: Op) -> Iterator[Signature]:
+    """The signatures in which `op` joins equal sections that lie along a dim before that of the rows."""
+    shape = op.inputs[0].shape
+    for dim, (number, size) in enumerate(itertools.pairwise(shape)):
+        if number > 1 and op.outputs[0].shape == (*shape[:dim], number * size, *shape[dim + 2 :]):
+            yield Signature((S(dim + 1),), (S(dim, sections=(1,) * number),))
 
 
 def _apart(op: Op, sections: Sections) -> Iterator[Signature]:

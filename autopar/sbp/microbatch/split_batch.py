@@ -6,6 +6,7 @@ signature that matches the placements of its inputs. A value is a slice of the w
 only needs no communication: from a value that is the same in all to a term of it, by division.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,18 +18,21 @@ from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
 from autopar.sbp.functions.function_signatures import function_signatures
+from autopar.sbp.microbatch.own_checks import own_checks
 from autopar.sbp.microbatch.pair_batches import in_sections, share_of_sections
 from autopar.sbp.microbatch.token_count import known_ops
 from autopar.sbp.op_signatures import discovery_of, signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import rule_of
+from autopar.sbp.rules.reduce import KEPT as REDUCTIONS
 from autopar.sbp.signature import Signature
 
+KNOWN = "known"  # of an op whose result, of the whole batch, is computed before the microbatches
+KNOWN_REDUCTION = "known reduction"  # the same of a result that no parts add up to, as the largest number
 # Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
 # Every other role needs values of other microbatches.
-ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE))
+ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE, KNOWN_REDUCTION))
 BATCH_STATISTICS = "batch"
-KNOWN = "known"  # of an op whose result, of the whole batch, is computed before the microbatches
 _REASONS = {
     BATCH_STATISTICS: (
         "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they"
@@ -60,11 +64,12 @@ def split_batch(graph: Graph, roles: frozenset[str] = ALLOWED_ROLES) -> BatchSpl
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
-    routed, known, fitting = routed_signatures(graph), known_ops(graph), cache(_fitting)
+    routed, known, checks, fitting = routed_signatures(graph), known_ops(graph), own_checks(graph), cache(_fitting)
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         reads = tuple(map(op.inputs.index, op.inputs))
         of_inputs = tuple(domains[value.name] for value in op.inputs)
-        found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, op.name in known, roles)
+        whole = "" if op.name in checks else KNOWN if op.name in known else None
+        found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, whole, roles)
         if not found.signatures:
             raise MicrobatchError(_refusal(op, domains))
         offered[op.name] = found.signatures
@@ -160,19 +165,22 @@ def _fitting(
     reads: tuple[int, ...],
     routed: tuple[Signature, ...],
     domains: tuple[frozenset[Placement], ...],
-    is_known: bool,
+    whole: str | None,
     roles: frozenset[str],
 ) -> _Fitting:
-    """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. Of an op that `is_known`
-    the result may be that of the whole batch where it would be a term.
+    """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`. The result may be that of
+    the whole batch where it would be a term, or is a reduction that no parts add up to, if `whole` is the role of that.
     """
     possible = _possible(op, reads, routed, roles)
     present = sorted({one.sections for domain in domains for one in domain if one.sections})
     possible += tuple(one for one in in_sections(op, possible, present) if not routed)
     signatures = tuple(found for found in possible if _fits(op, found, domains))
-    if is_known and len(op.outputs) == 1:
+    if whole is not None and len(op.outputs) == 1:
         terms = [found for found in signatures if found.outputs == (P,)]
-        signatures += tuple(Signature(found.inputs, (I,), KNOWN, found.num_units) for found in terms)
+        if not signatures and op.target in REDUCTIONS and (whole != KNOWN or KNOWN_REDUCTION in roles):
+            role = whole and KNOWN_REDUCTION
+            signatures = tuple(Signature(inputs, (I,), role) for inputs in itertools.product(*domains))
+        signatures += tuple(Signature(found.inputs, (I,), whole, found.num_units) for found in terms)
     outputs = zip(*(signature.outputs for signature in signatures))
     return _Fitting(signatures, tuple(map(frozenset, outputs)))
 

@@ -85,7 +85,7 @@ def pair_reduced(op: Op) -> Iterator[Signature]:
         yield from signature(op, placed, S(dim - (dim > reduced and not arguments.get("keepdim", False))))
 
 
-_KEPT = (
+KEPT = (
     *(
         f"aten.{name}.default"
         for name in ("max", "min", "prod", "std", "var", "any", "all", "median", "amax", "amin", "argmax", "argmin")
@@ -109,7 +109,7 @@ _ALONG = (
 )
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(_KEPT, kept),
+    **dict.fromkeys(KEPT, kept),
     **dict.fromkeys(_ALONG, along_dim),
     "aten.cumsum.default": running_sum,
     "aten.cosine_similarity.default": pair_reduced,

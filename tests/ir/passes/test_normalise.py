@@ -101,7 +101,8 @@ def test_flattened_linear_is_one_of_several_dims():
     flat = lambda w, x: F.linear(x.reshape(6, 4), w).view(2, 3, 4).cos()  # noqa: E731
     assert targets(flat) == ["linear.default[Slot(index=1)]", "cos.default[]"]
     heads = lambda w, x: F.linear(x.reshape(6, 4), w).view(2, 3, 4).cos()  # noqa: E731
-    assert targets(heads, torch.randn(2, 3, 2, 2))[0] == "reshape.default[(2, 3, 4)]"
+    for shape in ((2, 3, 2, 2), (2, 6, 2), (6, 2, 2)):
+        assert targets(heads, torch.randn(shape))[0] == "reshape.default[(2, 3, 4)]"
     assert "reshape.default[(6, 4)]" in targets(lambda w, x: F.linear(x.reshape(6, 4), w).view(3, 2, 4).cos())
 
 
@@ -129,11 +130,12 @@ OWN_COLUMNS = {
     "from the end": lambda w, x: x[torch.arange(2), torch.tensor([-1, -3])],
     "one number for each row": lambda w, x: x.sum(-1)[torch.arange(2), torch.tensor([0, -1])],
     "that of the largest": lambda w, x: (x @ w)[torch.arange(2), (x @ w).sum(2).argmax(1)],
+    "several for each row": lambda w, x: x[torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 2]])],
 }
 OTHER_ROWS = {
     "another order": lambda w, x: x[torch.tensor([1, 0])[:, None], torch.arange(3)],
     "few": lambda w, x: x[torch.arange(1)[:, None], torch.arange(3)],
-    "rows and columns differ": lambda w, x: x[torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 2]])],
+    "rows and two columns": lambda w, x: x[torch.arange(2), torch.tensor([0, 1]), torch.tensor([2, 1])],
     "rows last": lambda w, x: x[torch.arange(2)[None, :], torch.arange(3)[:, None]],
 }
 
