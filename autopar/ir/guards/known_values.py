@@ -24,6 +24,7 @@ from autopar.ir.guards.export_hooks import answers_of_branches, fake_ops_seen_by
 from autopar.ir.guards.finite_answers import FiniteAnswers
 from autopar.ir.guards.guard_ops import NOTE, condition_of
 from autopar.ir.guards.raising_branches import answer_without_error
+from autopar.ir.numbers.drawn_answers import DrawnAnswers
 from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
 _NUMBERS = frozenset(("aten.item.default", "aten._local_scalar_dense.default"))
@@ -60,7 +61,7 @@ class KnownValues(TorchFunctionMode):
         self.written: set[int] = set()  # storages of values into which something unknown was written
         self.symbols: dict[sympy.Symbol, tuple[torch.Tensor, Any]] = {}
         self.computed: dict[sympy.Symbol, torch.Tensor] = {}  # numbers that are not known, as those of a loss
-        self.finite = FiniteAnswers()
+        self.finite, self.drawn = FiniteAnswers(), DrawnAnswers()
         self.pending: list[tuple[Sequence[torch.Tensor], str, str]] = []
 
     @contextmanager
@@ -83,6 +84,7 @@ class KnownValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.finite.note(func, args, result)
+        self.drawn.note(func, args, result)
         if self.pending:
             self._flush()
         return result
@@ -143,6 +145,7 @@ class KnownValues(TorchFunctionMode):
             return args[0].new_empty(int(mask.value.expand(shape).sum()))
         result = original()
         self.finite.note(func, args, result)
+        self.drawn.note(func, args, result)
         if target in _NUMBERS and isinstance(result, (*_READ, torch.SymBool)):
             self.computed |= dict.fromkeys(result.node.expr.free_symbols, tensors[0])
         if not is_known:
@@ -238,6 +241,9 @@ class KnownValues(TorchFunctionMode):
         sources = {symbol: read[0] for symbol, read in self.symbols.items()} | self.computed
         if not symbols or any(symbol not in sources for symbol in symbols):
             return None
+        drawn = self.drawn.of_all(expression, {symbol: sources[symbol] for symbol in symbols})
+        if drawn is not None:
+            return drawn
         if all(symbol in self.symbols for symbol in symbols):
             value = expression.xreplace({symbol: sympy.sympify(self.symbols[symbol][1]) for symbol in symbols})
         else:

@@ -181,6 +181,46 @@ def test_constants_need_no_check() -> None:
     assert GUARDED not in {op.target for op in trace(skeleton(Model(permutes)), (X,), {}).ops}
 
 
+@pytest.mark.parametrize(
+    ("asks", "is_so"),
+    [
+        (lambda: torch.rand(1) > 0.0, True),  # peft's module dropout
+        (lambda: torch.rand([]) < 0, False),  # layerdrop of transformers
+        (lambda: torch.rand(1).item() < 0.0, False),
+        (lambda: torch.rand(1, dtype=torch.float64)[0] >= 1.0, False),
+        (lambda: (torch.rand(2, 3) < 1).all(), True),
+        (lambda: not torch.rand(1) >= 1, True),
+        (lambda: torch.rand(1).detach().item() > -1, True),
+    ],
+)
+def test_what_all_draws_answer_alike_is_decided(asks: Callable[[], Any], is_so: bool) -> None:
+    """A draw that is exactly 0, one of 2 ** 24, is taken as one above."""
+    model = Model(lambda model, y: y * 2 if asks() else y * 3)
+    graph = trace(skeleton(model), (X,), {})
+    assert GUARDED not in {op.target for op in graph.ops}
+    torch.testing.assert_close(result(graph, model, (X,)), model.linear(X) * (2 if is_so else 3))
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda: torch.rand(1) > 0.5,
+        lambda: torch.rand(1).item() > 0.5,
+        lambda: torch.rand(1).mul_(2) > 1,
+        lambda: (torch.rand(1) > 0).logical_not_(),
+        lambda: torch.rand(1, dtype=torch.bfloat16) > 0,
+        lambda: (torch.rand(0) > 0).any(),
+        lambda: torch.rand(1) * 2 < 1,
+        lambda: torch.randn(1) > 0,
+        lambda: torch.rand(1).sub(0.5).item() > 0,
+        lambda: torch.rand(1).item() * 2 < 1,
+    ],
+)
+def test_what_draws_answer_differently_is_refused(asks: Callable[[], Any]) -> None:
+    with pytest.raises(TraceError, match="branches on the values"):
+        trace(skeleton(Model(lambda model, y: y * 2 if asks() else y * 3)), (X,), {})
+
+
 def test_branches_on_what_parameters_give_are_refused() -> None:
     with pytest.raises(TraceError, match="branches on the values"):
         trace(skeleton(Model(lambda model, y: y if y.sum() > 0 else -y)), (X,), {})
