@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
+from autopar.costmodel.activations.autograd_footprint import footprints
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
 from autopar.costmodel.activations.transients import largest_transient, transient_bytes
 from autopar.costmodel.cluster.hardware import Cluster
@@ -17,6 +17,7 @@ from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import saved_by_op, waiting_bytes
 from autopar.costmodel.roofline import local_shapes, shapes_time
 from autopar.costmodel.training import Training
+from autopar.ir.gradients.observed_footprint import Footprint
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.costmodel.activations.autograd_footprint import Footprint
 from autopar.costmodel.activations.saved_activations import NOWHERE, Regions, Saving, region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.roofline import shapes_time
+from autopar.ir.gradients.observed_footprint import Footprint
 from autopar.ir.graph import Graph, Op
 from autopar.sbp.analysis.sampled_graph import Sampled
 

@@ -1,7 +1,7 @@
 """The autograd footprint of an op: the tensors saved for backward, and aliases, observed by running it on meta."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,39 +10,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.ir.function_ops import class_of
 from autopar.ir.functions.function_body import body_of
-from autopar.ir.graph import Graph, Op, Slot, Value, resolve
+from autopar.ir.gradients.observed_footprint import Footprint, Spec, fill, observe, storages
+from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.op_facts import ATTENTION, family
 from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops import LOCAL_OPS, local_target
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import RING, Strategy
-from autopar.torch_compat import pytree
 
-Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 # The most steps of a ring that are run: hundreds would take seconds.
 _FEW_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The tensors that autograd saves for an op, and the memory that its outputs share with its inputs.
-
-    `saved_inputs`, `saved_outputs`: positions of saved tensors. `internal_bytes`: of all other saved tensors, for
-    global shapes. `alias_of`: for each output the input whose memory it shares, -1 for none. `is_assumed`: not observed
-    by running the op.
-    """
-
-    saved_inputs: frozenset[int]
-    saved_outputs: frozenset[int]
-    internal_bytes: int
-    alias_of: tuple[int, ...]
-    is_assumed: bool = False
-
-    @property
-    def is_view(self) -> bool:
-        """Whether all outputs share memory with an input, so that the op moves no bytes."""
-        return bool(self.alias_of) and min(self.alias_of) >= 0
 
 
 def footprint(op: Op) -> Footprint:
@@ -102,7 +80,7 @@ def _saves(op: Op, slot: int) -> bool:
     inputs = tuple(map(spec, op.inputs))
     try:
         return all(
-            slot in _probe(op.target, op.args, op.kwargs, inputs, (slot, dim)).saved_inputs
+            slot in observe(op.target, op.args, op.kwargs, inputs, (slot, dim)).saved_inputs
             for dim in range(1, len(op.inputs[slot].shape))
         )
     except (RuntimeError, ValueError):  # a kernel that takes no such strides
@@ -121,7 +99,7 @@ def _footprint(
     if family(target) == ATTENTION:
         return _attention(outputs, is_tracked)
     try:
-        return _probe(target, args, kwargs, inputs)
+        return observe(target, args, kwargs, inputs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
         # ops that depend on contents (nonzero, unique) have no meta kernel, and custom functions may have none: assume
         # that everything is saved
@@ -138,29 +116,6 @@ def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
         return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
     log_sum_exp_bytes = 4 * torch.Size(outputs[0][0][:-1]).numel()
     return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,), is_assumed=True)
-
-
-@lru_cache(maxsize=2**16)
-def _probe(
-    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], gathered: tuple[int, int] | None = None
-) -> Footprint:
-    """The footprint as observed on tensors without data; `gathered`: a slot, and its dim that is first in memory."""
-    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
-    if gathered is not None:
-        (shape, dtype, needs), dim = inputs[gathered[0]], gathered[1]
-        first = torch.empty((shape[dim], *shape[:dim], *shape[dim + 1 :]), dtype=dtype, device="meta")
-        tensors[gathered[0]] = first.movedim(0, dim).requires_grad_(needs)
-    given = fill(args, tensors), {name: fill(value, tensors) for name, value in kwargs}
-    saved: list[torch.Tensor] = []
-    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        results = pytree.tree_leaves(resolve(target)(*given[0], **given[1]))
-    results = [result for result in results if isinstance(result, torch.Tensor)]
-    inside, outside = _storages(tensors), _storages(results)
-    kept = {id(t.untyped_storage()): t for t in saved}
-    internal = sum(t.numel() * t.itemsize for key, t in kept.items() if key not in inside and key not in outside)
-    alias_of = tuple(inside.get(id(result.untyped_storage()), -1) for result in results)
-    outputs = frozenset(outside[key] for key in kept if key in outside and key not in inside)
-    return Footprint(frozenset(inside[key] for key in kept if key in inside), outputs, internal, alias_of)
 
 
 def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int | None:
@@ -211,19 +166,5 @@ def _saved_by_local_op(
             )
     except (RuntimeError, NotImplementedError):
         return None
-    own = _storages([tensors[slot] for slot in saved_inputs])
+    own = storages([tensors[slot] for slot in saved_inputs])
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
-
-
-def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Identity of a tensor's storage -> its position; the tensors keep their storages alive."""
-    return {id(tensor.untyped_storage()): position for position, tensor in enumerate(tensors)}
-
-
-def fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
-    """An op's argument with `tensors` in place of its slots."""
-    if isinstance(arg, Slot):
-        return tensors[arg.index]
-    if isinstance(arg, tuple):
-        return [fill(item, tensors) for item in arg]
-    return torch.device("meta") if isinstance(arg, torch.device) else arg

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from autopar.costmodel.activations.autograd_footprint import Footprint, footprint, footprints
+from autopar.costmodel.activations.autograd_footprint import footprint, footprints
 from autopar.ir.folding.fold import Folded
+from autopar.ir.gradients.observed_footprint import Footprint
 from autopar.ir.graph import Graph, Op
 
 

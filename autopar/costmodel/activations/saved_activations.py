@@ -5,7 +5,7 @@ that exist only while a region is recomputed.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.costmodel.activations.autograd_footprint import Footprint
+from autopar.ir.gradients.observed_footprint import Footprint
 from autopar.ir.graph import Graph, Use
 
 Regions = tuple[tuple[str, ...], ...]  # each the names of consecutive ops, see `Assignment.recomputed`

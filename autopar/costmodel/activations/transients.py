@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from autopar.costmodel.activations.autograd_footprint import Footprint, Spec, fill, spec
+from autopar.costmodel.activations.autograd_footprint import spec
 from autopar.costmodel.activations.count_storages import count_storages
 from autopar.costmodel.activations.saved_activations import Regions, region_of_ops
+from autopar.ir.gradients.observed_footprint import Footprint, Spec, fill
 from autopar.ir.graph import Graph, Op, Value, resolve
 from autopar.ir.op_facts import ATTENTION, Shapes, family
 from autopar.sbp.analysis.sampled_graph import Sampled

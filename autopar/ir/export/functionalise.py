@@ -7,7 +7,9 @@ from typing import Any
 from autopar.errors import TraceError
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.view_ops import ViewStep
-from autopar.ir.graph import Value, resolve
+from autopar.ir.gradients.observed_footprint import saves
+from autopar.ir.graph import Op, Value, resolve
+from autopar.ir.op_facts import is_view
 
 _LEFT = (
     "the forward sets requires_grad of {} to {}, and it was {} before: expected what it was, at the forward's end. Set"
@@ -99,29 +101,37 @@ def write(view: View, value: Value, builder: OpBuilder, at: Origin) -> None:
     result: Value | None = value
     for base, step in zip(reversed(bases), reversed(view.steps)):
         result = step.put(builder, base, result, at) if result is not None else None
-    is_trained = storage.value.needs_grad and storage.owner.startswith("parameter ")
-    if result is not None and is_trained:
-        result = _rewritten(storage.value, result, builder, at)
+    is_apart = storage.value.needs_grad and (storage.owner.startswith("parameter ") or _is_unseen(view, at))
+    if result is not None and is_apart:
+        result = _rewritten(storage, result, builder, at)
     if result is None:
         chain = " of ".join(step.target for step in reversed(view.steps))
         raise TraceError(f"{at.line}: cannot write in place through {chain}; use the out-of-place operation here")
     storage.value, storage.version = result, storage.version + 1
-    if not is_trained:
+    if not is_apart:
         view.value, view.version = value, storage.version
 
 
-def _rewritten(leaf: Value, value: Value, builder: OpBuilder, at: Origin) -> Value:
-    """The `value` that is written to a parameter, whose gradient is that of the `leaf`: 0 of it is added, exactly."""
-    before = builder.emit("aten.detach.default", (leaf,), at=at)[0]
+def _is_unseen(view: View, at: Origin) -> bool:
+    """Whether autograd does not follow a write through the view, so that gradients pass by as if there were none."""
+    return at.is_no_grad or any(step.target.startswith("aten.detach") for step in view.steps)
+
+
+def _rewritten(storage: Storage, value: Value, builder: OpBuilder, at: Origin) -> Value:
+    """The `value` that is written unseen by autograd, whose gradient is that of what it replaces: 0 of that is added,
+    exactly. A parameter is finite, and a score that was masked may not be.
+    """
+    before = builder.emit("aten.detach.default", (storage.value,), at=at)[0]
     now = builder.emit("aten.detach.default", (value,), at=at)[0]
     at = replace(at, is_no_grad=False)
-    zero = builder.emit("aten.sub.Tensor", (leaf, before), at=at)[0]
+    zero = builder.emit("aten.sub.Tensor", (storage.value, before), at=at)[0]
+    if not storage.owner:
+        zero = builder.emit("aten.nan_to_num.default", (zero,), at=at)[0]
     return builder.emit("aten.add.Tensor", (zero, now), at=at)[0]
 
 
 def _check_writable(view: View, builder: OpBuilder, at: Origin) -> None:
     current = view.storage.value
-    is_detached = any(step.target.startswith("aten.detach") for step in view.steps)
     is_parameter = view.storage.owner.startswith("parameter ")
     if current.needs_grad and is_parameter and view.storage.leaf is None:
         if any(current in op.inputs and not op.is_no_grad and "detach" not in op.target for op in builder.ops):
@@ -129,16 +139,42 @@ def _check_writable(view: View, builder: OpBuilder, at: Origin) -> None:
                 f"{at.line}: the forward changes {view.storage.owner} in place after it was read, so that backward"
                 " would see another value: write to it before, or around the call"
             )
-    elif current.needs_grad and (at.is_no_grad or is_detached):
+    elif current.needs_grad and _is_unseen(view, at) and (name := _kept_by(current, builder.ops)):
         raise TraceError(
-            f"{at.line}: a tensor that needs a gradient is changed in place without autograd's knowledge; use the"
-            " out-of-place operation here"
+            f"{at.line}: a tensor that %{name} keeps for its backward is changed in place without autograd's knowledge,"
+            " so that its gradient would be that of other numbers; use the out-of-place operation here"
         )
     if not view.storage.is_writable:
         raise TraceError(
             f"{at.line}: the forward changes {view.storage.owner} in place; only buffers may change: "
             "work on a clone, or register the tensor as a buffer"
         )
+
+
+def _kept_by(value: Value, ops: list[Op]) -> str:
+    """The name of an op whose backward reads the memory of `value`: of what made it, or read it or a view of it."""
+    behind, ahead = {value}, {value}
+    start = len(ops)
+    while start and not set(ops[start - 1].outputs) & behind:
+        start -= 1
+    for op in reversed(ops[:start]):
+        if set(op.outputs) & behind:
+            if _is_copying(op.target):
+                behind.update(op.inputs)
+            elif saves(op, behind):
+                return op.name
+    for op in ops[start:]:
+        if set(op.inputs) & ahead:
+            if is_view(op.target):
+                ahead.update(op.outputs)
+            elif saves(op, ahead):
+                return op.name
+    return ""
+
+
+def _is_copying(target: str) -> bool:
+    """Whether the op stands for a write or a view in the model, which share memory."""
+    return is_view(target) or target.endswith("_scatter.default")
 
 
 def functional_target(target: str) -> str | None:

@@ -132,3 +132,51 @@ def test_detached_in_place_there_is_no_gradient() -> None:
     (found,), _ = run(traced(forward, x, y), {"x": x, "y": y})
     (gradient,) = torch.autograd.grad(found.sum(), x)
     torch.testing.assert_close(gradient, (x * y).detach())
+
+
+def _masked_score(x, w):
+    score = (torch.tanh(x) @ w).squeeze(-1)
+    score.data.masked_fill_(x[:, 0] > 1, -float("inf"))
+    score.data.masked_fill_(x[:, 0] > 0, -float("inf"))
+    return score.softmax(0)
+
+
+def _clamped_rows(x, w):
+    h = x @ w + x
+    first = h[:2]
+    with torch.no_grad():
+        h[1:3].clamp_(-0.1, 0.1)
+        h.add_(1)
+    return h.square() * first.sum()
+
+
+@pytest.mark.parametrize("forward", [_masked_score, _clamped_rows])
+def test_gradients_pass_by_a_write_that_autograd_does_not_see(forward: Callable) -> None:
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    w = w[:, :1].detach().requires_grad_() if forward is _masked_score else w
+    weights = torch.randn(8, 8) if forward is _clamped_rows else torch.randn(8)
+    truth = forward(x, w)
+    (found,), _ = run(traced(forward, x, w), {"x": x, "y": w})
+    torch.testing.assert_close(found, truth)
+    for mine, true in zip(*(torch.autograd.grad((one * weights).sum(), (x, w)) for one in (found, truth))):
+        torch.testing.assert_close(mine, true)
+
+
+def _tanh_scaled(x, y):
+    h = torch.tanh(x)
+    h.data.mul_(2)
+    return h
+
+
+def _multiplied_before(x, y):
+    h = x + 1
+    z = h.flatten() * y.flatten()
+    h.data.mul_(2)
+    return z + h.flatten()
+
+
+@pytest.mark.parametrize(("forward", "name"), [(_tanh_scaled, "%tanh"), (_multiplied_before, "%mul")])
+def test_a_write_that_autograd_does_not_see_into_what_it_keeps_is_refused(forward: Callable, name: str) -> None:
+    x, y = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with pytest.raises(AutoparError, match=f"a tensor that {name} keeps for its backward is changed in place"):
+        traced(forward, x, y)
