@@ -1,7 +1,7 @@
 """The pass that rewrites `x[rows, columns]` where `rows` is 0, 1, 2, ..., all rows of x.
 
-It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its own,
-a `scatter` where these are written. transformers reads a padding mask and the last token of each sample in this way. As
+It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its own
+(of `x[rows, i, j]` along both dims as one), a `scatter` where these are written. transformers reads a padding mask and the last token of each sample in this way. As
 an index the rows could not be split, since an index counts over all of them.
 """
 
@@ -37,7 +37,7 @@ def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...
     if not are_rows or any(value.dtype != torch.int64 for value in columns) or not _counts(rows, made):
         return (op,)
     shape = torch.broadcast_shapes(*(value.shape for value in (rows, *columns)))
-    if len(columns) == 1 and columns[0].shape == shape:
+    if torch.broadcast_shapes(*(value.shape for value in columns)) == shape:
         return _columns_each(op, names)
     if op.target == _PUT or rows.shape[1:] != (1,) * (ndim - 1):
         return (op,)
@@ -66,32 +66,55 @@ def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
 
 
 def _columns_each(op: Op, names: set[str]) -> tuple[Op, ...]:
-    """A `gather` or `scatter` along dim 1 with the column index expanded over the further dims; a column may count from
-    the end.
-    """
-    (x, _, column), (output,) = op.inputs[:3], op.outputs
-    rest, num = x.shape[2:], math.prod(column.shape[1:])
-    front = replace(column, name=_unique(f"{column.name}_front", names))
-    steps = [_call(op, "aten.remainder.Scalar", (x.shape[1],), (column,), front)]
-    steps.append(_reshape(op, front, (x.shape[0], num, *(1 for _ in rest)), _unique(f"{column.name}_each", names)))
-    wide = replace(front, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], num, *rest))
+    """A `gather` or `scatter` along dim 1, all indexed dims as one, with the index expanded over the further dims."""
+    is_put, (output,) = op.target == _PUT, op.outputs
+    x, columns = op.inputs[0], op.inputs[2 : -1 if is_put else None]
+    steps, column = _joint_column(op, columns, names)
+    rest, num = x.shape[len(columns) + 1 :], math.prod(column.shape[1:])
+    flat = (x.shape[0], math.prod(x.shape[1 : len(columns) + 1]), *rest)
+    if flat != x.shape:
+        steps.append(_reshape(op, x, flat, _unique(f"{x.name}_flat", names)))
+        x = steps[-1].outputs[0]
+    steps.append(_reshape(op, column, (x.shape[0], num, *(1 for _ in rest)), _unique(f"{column.name}_each", names)))
+    wide = replace(column, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], num, *rest))
     steps.append(_call(op, "aten.expand.default", (wide.shape,), steps[-1].outputs, wide))
-    if op.target == _PUT:
-        return (*steps, *_written(op, wide, (*column.shape, *rest), names))
+    if is_put:
+        return (*steps, *_written(op, x, wide, (*column.shape, *rest), names))
     kept = replace(output, name=_unique(f"{output.name}_kept", names), shape=wide.shape)
     steps.append(_call(op, "aten.gather.default", (1, Slot(1)), (x, wide), kept))
     return (*steps, _reshape(op, kept, output.shape, output.name))
 
 
-def _written(op: Op, wide: Value, shape: tuple[int, ...], names: set[str]) -> tuple[Op, ...]:
-    """The ops that write the values of `op`, expanded to `shape`, at the columns `wide`."""
-    x, values = op.inputs[0], op.inputs[-1]
+def _joint_column(op: Op, columns: tuple[Value, ...], names: set[str]) -> tuple[list[Op], Value]:
+    """The position in the indexed dims as one, each of which may be counted from its end."""
+    steps: list[Op] = []
+    joint: Value | None = None
+    for column, size in zip(columns, op.inputs[0].shape[1:]):
+        front = replace(column, name=_unique(f"{column.name}_front", names))
+        steps.append(_call(op, "aten.remainder.Scalar", (size,), (column,), front))
+        if joint is not None:
+            shape = torch.broadcast_shapes(joint.shape, column.shape)
+            ahead = replace(joint, name=_unique(f"{joint.name}_ahead", names))
+            steps.append(_call(op, "aten.mul.Scalar", (size,), (joint,), ahead))
+            front = replace(front, name=_unique(f"{column.name}_joint", names), shape=tuple(shape))
+            steps.append(_call(op, "aten.add.Tensor", (Slot(1),), (ahead, *steps[-2].outputs), front))
+        joint = front
+    assert joint is not None
+    return steps, joint
+
+
+def _written(op: Op, x: Value, wide: Value, shape: tuple[int, ...], names: set[str]) -> tuple[Op, ...]:
+    """The ops that write the values of `op`, expanded to `shape`, at the columns `wide` of `x`, in the flat shape."""
+    values, (output,) = op.inputs[-1], op.outputs
     each = replace(values, name=_unique(f"{values.name}_each", names), shape=shape)
     expanded = _call(op, "aten.expand.default", (shape,), (values,), each)
     flat = _reshape(op, each, wide.shape, _unique(f"{values.name}_flat", names))
     adds = len(op.args) > 3 and op.args[3] is True
     target = "aten.scatter_add.default" if adds else "aten.scatter.src"
-    return expanded, flat, _call(op, target, (1, Slot(1), Slot(2)), (x, wide, *flat.outputs), op.outputs[0])
+    shaped = output if x.shape == output.shape else replace(output, name=_unique(f"{output.name}_flat", names))
+    put = replace(shaped, shape=x.shape)
+    steps = (expanded, flat, _call(op, target, (1, Slot(1), Slot(2)), (x, wide, *flat.outputs), put))
+    return steps if shaped is output else (*steps, _reshape(op, put, output.shape, output.name))
 
 
 def _same_columns(op: Op, names: set[str]) -> tuple[Op, ...]:

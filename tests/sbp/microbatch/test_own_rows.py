@@ -44,6 +44,16 @@ def added(model: Own, y: Tensor, places: Tensor) -> Tensor:
     return (counts * y[..., 1]).mean()
 
 
+def numbered_twice(model: Own, y: Tensor, places: Tensor) -> Tensor:
+    """Own entries of two dims at a time: read, written, and one of them the same for all rows."""
+    split = y.unflatten(2, (4, 2))
+    read = split[rows(y), places, places % 2]
+    put = torch.zeros_like(split)
+    put[rows(y), places, torch.tensor([1, -2])] = split[:, 1:3, 0].tanh()
+    last = y[torch.arange(len(y)), places[:, 0], places[:, 1]]
+    return read.tanh().mean() + (put * split).mean() + last.exp().mean()
+
+
 def asked(model: Own, y: Tensor, places: Tensor) -> Tensor:
     found, weights = model.attention(model.queries.expand(len(y), -1, -1), y, y)
     return found.square().mean() + weights.square().sum()
@@ -68,6 +78,7 @@ OWN = {
     "rows spelled out": lambda m, y, places: y[rows(y).expand(-1, 2), places].tanh().mean(),
     "written": written,
     "added": added,
+    "numbered twice": numbered_twice,
     "asked by parameters": asked,
     "joined steps": stepped,
     "numbers of the batch": counted,
