@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.answers.step_terms import AnyPlan
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.stage_transfer import pair_rate
+from autopar.costmodel.stage_transfer import pair_link
 from autopar.errors import AutoparError
 from autopar.plans.held_state import KINDS, Boxes, Held, boxes, held_state
 from autopar.plans.plan import Plan
@@ -171,8 +171,7 @@ class _StateCount:
 
     def _seconds(self) -> Iterator[float]:
         for level, loads in zip(self.cluster.levels, self.loads):
-            latency_s, bytes_per_s = pair_rate(level)
-            yield latency_s + int(loads.max()) / bytes_per_s if loads.any() else 0.0
+            yield pair_link(level).send_s(int(loads.max())) if loads.any() else 0.0
 
 
 def _states(counted: np.ndarray) -> Iterator[StateBytes]:

@@ -262,19 +262,15 @@ def _level(
     rates = []
     for (kind, groups), line in lines.items():
         beta = 1 / bandwidth if kind == "p2p" else _price(reach, kind, groups, _OFFSET_BYTES, num_ranks) / _OFFSET_BYTES
-        alpha_s, least_s = line.alpha_s, line.least_s
-        if kind == "p2p":  # pipelines price a send by a straight line
-            alpha_s, least_s = max(alpha_s, least_s), 0.0
-        base_s = max(0.0, alpha_s - latency_s * hops[kind, groups])  # rounding may leave less than nothing
-        rates.append(GroupRate(groups.size, beta / line.beta_s_per_byte, base_s, kind, least_s))
+        base_s = max(0.0, line.alpha_s - latency_s * hops[kind, groups])  # rounding may leave less than nothing
+        rates.append(GroupRate(groups.size, beta / line.beta_s_per_byte, base_s, kind, line.least_s))
     return LinkLevel(size, latency_s, bandwidth, tuple(rates))
 
 
 def _price(cluster: Cluster, kind: str, groups: Groups, num_bytes: float, num_ranks: int) -> float:
     """Seconds that the cluster's prices give the collective in these groups."""
     if kind == "p2p":
-        latency_s, bandwidth = transfer(cluster, 2, groups.stride) if groups.block > groups.stride else (0.0, 1.0)
-        return latency_s + num_bytes / bandwidth
+        return transfer(cluster, 2, groups.stride).send_s(num_bytes) if groups.block > groups.stride else 0.0
     mesh_shape = num_ranks // (groups.size * groups.stride), groups.size, groups.stride
     return float(collective_times(cluster, mesh_shape, (1,), kind, np.float64(num_bytes)))
 

@@ -15,14 +15,24 @@ Times = float | np.ndarray
 class RankLink(NamedTuple):
     """The link of a device of a rank of the pipeline to its peer on the next rank, one direction.
 
+    `least_s`: seconds that a send takes at least, in which so many bytes move as buffers on the way take at once.
     `speedup`: how many times as fast the rank computes while all others wait, as while all compute; `cores`: the share
     of the cores that it then takes, 0 if it shares none.
     """
 
     latency_s: float
     bytes_per_s: float
+    least_s: float = 0.0
     speedup: float = 1.0
     cores: float = 0.0
+
+    def send_s(self, num_bytes: float) -> float:
+        """Seconds of a send.
+
+        >>> RankLink(1e-3, 1e6, least_s=4e-3).send_s(1000), RankLink(1e-3, 1e6, least_s=4e-3).send_s(5000)
+        (0.004, 0.006)
+        """
+        return max(self.least_s, self.latency_s + num_bytes / self.bytes_per_s)
 
 
 FREE = RankLink(0.0, math.inf)
@@ -54,10 +64,10 @@ def transfers(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[RankL
     if cluster.groups is None or num_ranks == 1:
         speedup = speedup_alone(cluster, num_ranks, num_devices)
         cores = speedup / num_ranks if speedup > 1 else 0.0
-        return (RankLink(*transfer(cluster, num_ranks, num_devices), speedup, cores),) * num_ranks
-    across, found = RankLink(*pair_rate(cluster.groups.link)), []
+        return (transfer(cluster, num_ranks, num_devices)._replace(speedup=speedup, cores=cores),) * num_ranks
+    across, found = pair_link(cluster.groups.link), list[RankLink]()
     for ranks, (_, own) in zip(ranks_of(cluster, num_ranks), cluster.groups.members, strict=True):
-        found += [RankLink(*transfer(own, len(ranks), num_devices))] * (len(ranks) - 1) + [across]
+        found += [transfer(own, len(ranks), num_devices)] * (len(ranks) - 1) + [across]
     return tuple(found)
 
 
@@ -72,8 +82,8 @@ def speedup_alone(cluster: Cluster, num_ranks: int, num_devices: int) -> float:
     return max(1.0, min(shared.speedup, num_ranks))
 
 
-def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float, float]:
-    """(latency in seconds, bytes/s of one direction) between a device and its peer on the next stage.
+def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> RankLink:
+    """The link of a device to its peer on the next stage.
 
     The peer is `num_devices` further on. Stages are outermost: if the `num_ranks` stages do not lie in one block of a
     link level together, some neighbours are joined by the next level, which limits the pipeline. All devices are alike
@@ -81,7 +91,7 @@ def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float,
 
     >>> from autopar.costmodel.cluster.presets import PRESETS
     >>> level = PRESETS["h100"].levels[0]
-    >>> transfer(PRESETS["h100"], 4, 2) == (level.latency_s, level.bandwidth_bytes_per_s)
+    >>> transfer(PRESETS["h100"], 4, 2) == RankLink(level.latency_s, level.bandwidth_bytes_per_s)
     True
     """
     assert cluster.groups is None or num_ranks == 1, "neighbours of groups that differ have links that differ"
@@ -90,10 +100,11 @@ def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float,
         reach *= level.size or num_ranks * num_devices
         if reach >= num_ranks * num_devices:
             break
-    return pair_rate(level)
+    return pair_link(level)
 
 
-def pair_rate(level: LinkLevel) -> tuple[float, float]:
-    """(latency in seconds, bytes/s of one direction) between two devices that `level` joins."""
+def pair_link(level: LinkLevel) -> RankLink:
+    """The link of two devices that `level` joins."""
     rate = group_rate(level.group_rates, "p2p", 2)
-    return level.latency_s + rate.base_latency_s, level.bandwidth_bytes_per_s * rate.bandwidth_share
+    bytes_per_s = level.bandwidth_bytes_per_s * rate.bandwidth_share
+    return RankLink(level.latency_s + rate.base_latency_s, bytes_per_s, rate.least_s)

@@ -80,7 +80,7 @@ class StagedPlan(BasePlan):
 
     def _sent_s(self, stage: int, link: RankLink) -> float:
         """Seconds of the p2p of the boundary tensors that `stage` sends."""
-        return link.latency_s + sum(self.sent_bytes(stage)) / link.bytes_per_s
+        return link.send_s(sum(self.sent_bytes(stage)))
 
     def sent_bytes(self, stage: int, *, only_gradients: bool = False) -> list[int]:
         """Bytes of each boundary tensor that a rank of `stage` sends for a microbatch, or of each whose gradient comes

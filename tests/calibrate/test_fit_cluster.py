@@ -25,6 +25,7 @@ from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, Pro
 from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import update_time
 from autopar.costmodel.roofline import shapes_time
+from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import AutoparError
 
 CPU = torch.device("cpu")
@@ -307,16 +308,17 @@ def test_messages_that_buffers_on_the_way_take_at_once_do_not_make_large_ones_ch
     draw = random.Random(0)
     own = replace(measured(), hosts=("a",) * 4, level_sizes=(4,))
     for beta in (1e-9, 1e-8, 5e-8):
-        floors = {kind: draw.uniform(1e-3, 5e-3) for kind in KINDS}
-        times = [CollectiveTime("p2p", Groups(2, 1, 4), size, 2e-4 + beta * size) for size in FULL.sizes]
+        floors, times = {kind: draw.uniform(1e-3, 5e-3) for kind in ("p2p", *KINDS)}, []
         for kind, least_s in floors.items():
             seconds = [max(least_s, beta * (size + 2**12)) * draw.uniform(0.97, 1.03) for size in FULL.sizes]
-            times += [CollectiveTime(kind, Groups(4, 1, 4), *one) for one in zip(FULL.sizes, seconds)]
+            groups = Groups(2 if kind == "p2p" else 4, 1, 4)
+            times += [CollectiveTime(kind, groups, *one) for one in zip(FULL.sizes, seconds)]
         fitted = fit_cluster(replace(own, links=tuple(times)), "fitted", "cpu", "gloo", ())
-        off = [point for point in fitted.points if "among 4" in point.term and point.error > 0.08]
+        off = [point for point in fitted.points if "among" in point.term and point.error > 0.08]
         assert not off
         again = cluster_from_json(fitted.cluster.to_json())
         assert again == fitted.cluster
+        assert transfer(again, 2, 1).send_s(64) == pytest.approx(floors.pop("p2p"), rel=0.05)
         for kind, least_s in floors.items():
             assert float(collective_times(again, (4,), (0,), kind, 64.0)) == pytest.approx(least_s, rel=0.05)
 

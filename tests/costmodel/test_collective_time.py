@@ -13,7 +13,7 @@ from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, check_mesh
 from autopar.costmodel.cluster.measured_terms import GroupRate
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import algorithms, collective_time, collective_times, spans
-from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.stage_transfer import RankLink, transfer
 from autopar.errors import MeshError
 from autopar.mesh import parse_mesh
 from autopar.sbp.redistribute import Collective
@@ -140,8 +140,8 @@ def test_groups_of_a_size_have_a_bandwidth_and_a_base_latency_of_their_own():
     assert time_of(pairs, "8", "all_gather", 1e9) == pytest.approx(4e-5 + 7e-6 + 7 / 8 * 1e9 / 100e9)
     assert time_of(pairs, "4x2", "all_to_all", 1e9, (1,)) == pytest.approx(1e-6 + 0.5e9 / 50e9)
     assert time_of(pairs, "2x4", "all_gather", 0, (1,)) == pytest.approx(2.5e-5 + 3e-6)  # half way in log2(size)
-    assert transfer(pairs, 2, 1) == (1e-6 + 1e-5, 25e9)
-    assert transfer(pairs, 2, 8) == (NETWORK.latency_s, NETWORK.bandwidth_bytes_per_s)
+    assert transfer(pairs, 2, 1) == RankLink(1e-6 + 1e-5, 25e9)
+    assert transfer(pairs, 2, 8) == RankLink(NETWORK.latency_s, NETWORK.bandwidth_bytes_per_s)
 
 
 def test_a_collective_takes_the_least_time_of_its_groups_or_that_of_its_bytes():

@@ -19,7 +19,7 @@ class GroupRate:
     larger groups. `base_latency_s`: fixed seconds of a collective, once, beside the latency of each hop. `least_s`: the
     seconds that a collective takes at least, in which so many bytes move as buffers on the way take at once. `kind`: of
     collective ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), "p2p" for what a device sends to its peer
-    (size 2, without a `least_s`), "" for every kind without rows of its own on this level.
+    (size 2), "" for every kind without rows of its own on this level.
 
     How to fill it: with all groups of `size` neighbours busy at once, time the collective for a range of bytes and fit
     `max(least_s, a + b * bytes)`. Then `base_latency_s` is `a` less the hops of the algorithm (`collective_time`), and

@@ -197,7 +197,7 @@ class OpenStages:
 
     def _simulated(self, times: list[float], sent: list[float]) -> float:
         """Seconds of a step from the time of each stage, a third of it for forward and for each part of backward."""
-        sent_s = [link.latency_s + num / link.bytes_per_s if num else 0.0 for num, link in zip(sent, self.links)]
+        sent_s = [link.send_s(num) if num else 0.0 for num, link in zip(sent, self.links)]
         each = [
             StageTimes(time_s / 3, time_s / 3, time_s / 3, ahead_s, back_s, 1 / link.speedup, link.cores)
             for time_s, ahead_s, back_s, link in zip(times, sent_s, [0.0, *sent_s], self.links)

@@ -206,8 +206,8 @@ def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> tuple[
     weight_s, other_s = blocks.sum(axis=0).tolist()
     if schedule.num_stages == 1:
         return MicrobatchWork(weight_s, other_s), blocks.sum(axis=1)
-    crossing, (latency_s, rate) = crossing_bytes(graph), transfer(setting.cluster, schedule.num_ranks, num_devices)
-    sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
+    crossing, link = crossing_bytes(graph), transfer(setting.cluster, schedule.num_ranks, num_devices)
+    sent_s = link.send_s(min(crossing[at] for at in cuts) / num_devices)
     blocks_s = blocks.sum(axis=1)
     return MicrobatchWork(weight_s, other_s, sent_s, sent_s, _least_of_slowest_s(blocks_s, schedule)), blocks_s
 

@@ -193,15 +193,21 @@ def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, links: Links
         return ends[stops] - ends[starts]
 
     weight_s, again_s = total(blocks.weight_s), total(can) * num / np.maximum(1, total(blocks.is_recomputable))
-    latency_s, rate, speedup, cores = np.resize(links, (cuts.shape[1] - 1, 4)).T  # stages go round the ranks
+    ahead = np.resize(links, (cuts.shape[1] - 1, 5))  # stages go round the ranks
     sent_bytes, forward_s = np.append(blocks.entering_bytes, 0.0), total(blocks.forward_s)
     backward_s = total(blocks.backward_s) + again_s
     columns = (
         forward_s,
         backward_s - weight_s,
         weight_s,
-        np.where(stops < last, latency_s + sent_bytes[stops] / rate, 0.0),
-        np.where(starts > 0, np.roll(latency_s, 1) + sent_bytes[starts] / np.roll(rate, 1), 0.0),
-        *alone_and_cores(forward_s + backward_s, total(blocks.collective_s), speedup, cores),
+        np.where(stops < last, _sends_s(ahead, sent_bytes[stops]), 0.0),
+        np.where(starts > 0, _sends_s(np.roll(ahead, 1, axis=0), sent_bytes[starts]), 0.0),
+        *alone_and_cores(forward_s + backward_s, total(blocks.collective_s), *ahead.T[3:]),
     )
     return np.stack(columns).transpose(2, 0, 1)
+
+
+def _sends_s(links: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+    """f64[cuts, stages]: `RankLink.send_s` over the link of each stage."""
+    latency_s, rate, least_s = links.T[:3]
+    return np.maximum(least_s, latency_s + num_bytes / rate)

@@ -96,7 +96,7 @@ def test_no_cut_fits() -> None:
 def test_moved_blocks_shorten_the_step_within_the_limit(name: str, limit: float, seed: int) -> None:
     blocks = _random_blocks(np.random.default_rng(seed), 9)
     schedule = Schedule("interleaved", 4, 2, 4) if name == "interleaved" else Schedule(name, 3, 3, 6)
-    link = [RankLink(0.1, 10.0, 1.5, 1.5 / schedule.num_ranks)]
+    link = [RankLink(0.1, 10.0, 0.15, 1.5, 1.5 / schedule.num_ranks)]
     if name == "zero-bubble":
         blocks = replace(blocks, is_recomputable=np.zeros(9, bool))
     limits = limit * schedule.num_ranks / schedule.num_stages
