@@ -1,8 +1,9 @@
 """The pass that rewrites `x[rows, columns]` where `rows` is 0, 1, 2, ..., all rows of x.
 
 It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its own
-(of `x[rows, i, j]` along both dims as one), a `scatter` where these are written. transformers reads a padding mask and the last token of each sample in this way. As
-an index the rows could not be split, since an index counts over all of them.
+(of `x[rows, i, j]` along both dims as one), a `scatter` where these are written. transformers reads a padding mask and
+the last token of each sample in this way. As an index the rows could not be split, since an index counts over all of
+them.
 """
 
 import itertools
