@@ -131,11 +131,11 @@ OWN_COLUMNS = {
     "one number for each row": lambda w, x: x.sum(-1)[torch.arange(2), torch.tensor([0, -1])],
     "that of the largest": lambda w, x: (x @ w)[torch.arange(2), (x @ w).sum(2).argmax(1)],
     "several for each row": lambda w, x: x[torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 2]])],
+    "rows and two columns": lambda w, x: x[torch.arange(2), torch.tensor([0, 1]), torch.tensor([2, 1])],
 }
 OTHER_ROWS = {
     "another order": lambda w, x: x[torch.tensor([1, 0])[:, None], torch.arange(3)],
     "few": lambda w, x: x[torch.arange(1)[:, None], torch.arange(3)],
-    "rows and two columns": lambda w, x: x[torch.arange(2), torch.tensor([0, 1]), torch.tensor([2, 1])],
     "rows last": lambda w, x: x[torch.arange(2)[None, :], torch.arange(3)[:, None]],
 }
 
