@@ -2,6 +2,7 @@
 
 import torch
 
+from autopar.ir.lookups.even_bags import EVEN_BAGS
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 
 IDS = torch.tensor([[0, 7, 3, 3], [5, 1, 2, 7]])
@@ -49,3 +50,15 @@ def test_bags_split_rows_and_columns():
     exercise("aten.embedding_bag.padding_idx", f64(8, 6), *BAGS, False, 0, False, None, False, 3)
     exercise("aten.embedding_bag.default", f64(8, 6), *BAGS, False, 0, False, f64(6, grad=False))
     assert exercise_mesh("aten.embedding_bag.default", f64(8, 6), *BAGS, roles=("rows", "rows")) == 1
+
+
+def test_bags_of_one_size_split_by_bags_too():
+    columns, bags = {"B B -> B", "B* B -> B*", "S(1) B -> S(1)"}, {"B* S(0) -> S(0)"}
+    sums = {"P B -> P", "B* S(1) -> P", "S(0) B -> P [rows]"}
+    assert exercise(EVEN_BAGS, f64(8, 6), IDS, None, 0, False, 3) == columns | bags | sums
+    assert exercise(EVEN_BAGS, f64(8, 6), IDS, None, 1, False, 7) == columns | bags | {"P B -> P"}
+    assert exercise(EVEN_BAGS, f64(8, 6), IDS, None, 2, False, -1) == columns | bags
+    assert exercise(EVEN_BAGS, f64(8, 6), IDS, None, 0, True, -1) == columns | {"P B -> P"}
+    exercise(EVEN_BAGS, f64(8, 6), IDS, f64(2, 4, grad=False), 0, False, -1)
+    exercise(EVEN_BAGS, f64(8, 6), IDS, f64(2, 4), 0, False, -1)
+    assert exercise_mesh(EVEN_BAGS, f64(8, 6), IDS, None, 0, False, 3, roles=("rows", "rows")) == 1

@@ -12,6 +12,7 @@ from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.folding.order_free_ops import order_free_ops
 from autopar.ir.functions.turn_functions import turn_functions
 from autopar.ir.graph import Graph
+from autopar.ir.lookups.even_bags import keep_even_bags
 from autopar.ir.loops.roll_up import roll_up
 from autopar.ir.masks.scatter_rows import scatter_rows
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
@@ -39,6 +40,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     turn_grouped_weights,
     turn_functions,
     unflatten_repeats,
+    keep_even_bags,
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input
     count_sorted,

@@ -47,18 +47,18 @@ def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...
 
 def _counts(rows: Value, made: Mapping[str, Op]) -> bool:
     """Whether `rows` is 0, 1, 2, ... for every call of the model."""
-    numbers = _constant(rows, made)
+    numbers = known_tensor(rows, made)
     if numbers is None:
         return False
     return torch.equal(numbers, torch.arange(len(numbers)).view(-1, *(1,) * (numbers.ndim - 1)).expand_as(numbers))
 
 
-def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
+def known_tensor(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
     """The tensor of `value` if it follows from ops without inputs, else None."""
     op = made.get(value.name)
     if op is None or len(op.inputs) > 1 or is_random(op):
         return None
-    operands = [_constant(operand, made) for operand in op.inputs]
+    operands = [known_tensor(operand, made) for operand in op.inputs]
     inputs = [operand for operand in operands if operand is not None]
     if len(inputs) < len(operands):
         return None

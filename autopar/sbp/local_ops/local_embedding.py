@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ir.graph import resolve
+from autopar.ir.lookups.even_bags import EVEN_BAGS
 from autopar.sbp.axis import Axis
 from autopar.sbp.local_ops._arguments import Part, first_of, no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
@@ -52,8 +53,27 @@ def embedding_bag(op: OpOverload, *args: Any, rows: Sequence[Axis], **kwargs: An
     return op(**bound | {"indices": local.masked_fill(~is_here, 0), "per_sample_weights": here})
 
 
+def even_bags(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor | None,
+    mode: int,
+    scale_grad_by_freq: bool,
+    padding_idx: int,
+    *,
+    rows: Sequence[Axis],
+    rows_part: Part | None = None,
+) -> torch.Tensor:
+    """The same of bags of one size."""
+    local = indices - first_of(rows, rows_part, weight.shape[0])
+    is_here = (local >= 0) & (local < weight.shape[0]) & (indices != padding_idx)
+    here = is_here.to(weight.dtype) if weights is None else weights * is_here
+    return resolve(EVEN_BAGS)(weight, local.masked_fill(~is_here, 0), here, mode, scale_grad_by_freq, -1)
+
+
 _BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
 LOCAL_OPS = {
     "aten.embedding.default": LocalOp(embedding, no_collectives, frozenset(("rows",))),
+    EVEN_BAGS: LocalOp(even_bags, no_collectives, frozenset(("rows",))),
     **{target: LocalOp(partial(embedding_bag, resolve(target)), no_collectives) for target in _BAGS},
 }

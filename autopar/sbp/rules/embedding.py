@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
+from autopar.ir.lookups.even_bags import EVEN_BAGS
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.signature import Signature
@@ -49,6 +50,23 @@ def embedding_bag(op: Op) -> Iterator[Signature]:
         yield from signature(op, {"weight": S(0)}, (P, *others), role="rows")
 
 
+def even_bags(op: Op) -> Iterator[Signature]:
+    """out[bag, c] = sum, mean or maximum of weight[id, c] over the bag's row of ids: as embedding_bag; bags split, and
+    what parts of each bag give to a sum adds up.
+    """
+    arguments, weights = arguments_of(op), optional_tensor(op, "per_sample_weights")
+    mode, is_scaled = arguments["mode"], arguments["scale_grad_by_freq"]
+    yield from signature(op, {"weight": S(1)}, S(1))
+    if not is_scaled:
+        yield from signature(op, {"indices": S(0), "per_sample_weights": S(0)}, S(0))
+    if mode != MAX:
+        yield from signature(op, {"weight": P}, P)
+    if mode == SUM and not is_scaled:
+        yield from signature(op, {"indices": S(1), "per_sample_weights": S(1)}, P)
+        if weights is None or not weights.needs_grad:
+            yield from signature(op, {"weight": S(0)}, P, role="rows")
+
+
 SUM, MAX = 0, 2  # of mode
 
 RULES = {
@@ -56,4 +74,5 @@ RULES = {
     "aten.one_hot.default": one_hot,
     "aten.embedding_bag.default": embedding_bag,
     "aten.embedding_bag.padding_idx": embedding_bag,
+    EVEN_BAGS: even_bags,
 }
