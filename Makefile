@@ -21,8 +21,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
 	$(PYTHON) examples/train_gpt.py
 
-# Two at a time: while the ranks of one test wait for each other another one computes.
-PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+# Two at a time: while the ranks of one test wait for each other another one computes. With bytecode, since hundreds of
+# processes import the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 2 --dist loadfile
 
 test: $(READY) ## five minutes of tests, some of each kind; no root and no GPU is needed
 	$(PYTEST)

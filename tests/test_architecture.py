@@ -83,6 +83,14 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree(path)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees_of_this_module() -> Iterator[None]:
+    """Forgotten behind the last test, for every collection of garbage would visit the millions of nodes."""
+    yield
+    nodes.cache_clear()
+    tree.cache_clear()
+
+
 def imported(path: Path) -> Iterator[str]:
     for node in nodes(path):
         if isinstance(node, ast.Import):

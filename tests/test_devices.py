@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -16,10 +17,12 @@ NAMES = {
 }
 
 
-def uses() -> Iterator[tuple[str, str, str]]:
+@cache
+def uses() -> frozenset[tuple[str, str, str]]:
     """(file, function, name) of each use in the package."""
-    for path in sorted((ROOT / "autopar").rglob("*.py")):
-        yield from _uses(ast.parse(path.read_text()), path.relative_to(ROOT / "autopar").as_posix(), "")
+    paths = (ROOT / "autopar").rglob("*.py")
+    names = ((ast.parse(path.read_text()), path.relative_to(ROOT / "autopar").as_posix()) for path in paths)
+    return frozenset(use for tree, file in names for use in _uses(tree, file, ""))
 
 
 def _uses(node: ast.AST, file: str, function: str) -> Iterator[tuple[str, str, str]]:
@@ -46,12 +49,12 @@ def named() -> set[tuple[str, str, str]]:
 
 
 def test_every_use_of_a_device_is_named_with_its_reason() -> None:
-    new = set(uses()) - named()
+    new = uses() - named()
     assert not new, f"docs/devices.md has no row for {sorted(new)}: say there why it is right on a GPU"
 
 
 def test_the_page_names_no_use_that_is_gone() -> None:
-    gone = named() - set(uses())
+    gone = named() - uses()
     assert not gone, f"docs/devices.md names {sorted(gone)}, which the package does not have"
 
 
