@@ -69,7 +69,7 @@ def make_plan(
     MeshError if no plan satisfies the request.
     """
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
-    check_mesh(cluster, mesh.num_devices)
+    _check(graph, mesh, cluster, request, budget)
     cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
     fit = Fit[Plan](request.limit_bytes, predict, budget, waiting=[LimitedSearch((request.limit_bytes,))])
     bound_s, most_s = math.inf, to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s
@@ -108,6 +108,21 @@ def make_plan(
     if fit.best is None:
         raise fit.refusal("so would others; raise it, or use more devices")
     return replace(fit.best, lower_bound_s=min(bound_s, fit.best.lower_bound_s))
+
+
+def _check(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget) -> None:
+    """MeshError if the mesh does not fit the cluster; InfeasibleError if another way to plan follows, and a device
+    saves more than the memory limit in any plan. One with fewer rows than others may save less than its share.
+    """
+    check_mesh(cluster, mesh.num_devices)
+    if not budget.has_other or (isinstance(mesh, Mesh) and mesh.shares):
+        return
+    least_bytes, limit_bytes = floor_bytes(graph, mesh.num_devices), request.limit_bytes
+    if least_bytes > limit_bytes:
+        raise InfeasibleError(
+            f"without microbatches and checkpointing a device saves {format_bytes(least_bytes)} of activations at"
+            f" least, more than the limit of {format_bytes(limit_bytes)}"
+        )
 
 
 def _nearly_fitting(
@@ -191,11 +206,6 @@ def _by_hand(
             " 'dp=8,tp=8'"
         )
     limit, training = request.limit_bytes, request.training
-    if budget.has_other and (least_bytes := floor_bytes(graph, devices.num_devices)) > limit:
-        raise InfeasibleError(
-            f"without microbatches and checkpointing a device saves {format_bytes(least_bytes)} of activations at"
-            f" least, more than the limit of {format_bytes(limit)}"
-        )
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
     most = most_tensor(devices.num_devices, cluster) if has_other else math.inf
