@@ -14,6 +14,7 @@ from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, check_thawed, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
+from autopar.ir.export.pytree_types import constant_of
 from autopar.ir.export.run_export import export
 from autopar.ir.graph import Graph
 from autopar.ir.guards.add_guards import has_sizes_of_values, with_guards
@@ -111,7 +112,9 @@ def outline_to_graph(
         number_of=row_numbers(program.graph_module, number_of),
     )
     results = convert_region(region, builder)
-    outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
+    outputs = tuple(
+        read(item, builder, Origin("output")) if isinstance(item, View) else constant_of(item) for item in results
+    )
     outputs = with_guards(outputs, builder)
     check_thawed(placeholders.state.values())
     return Graph(

@@ -19,7 +19,7 @@ from autopar.ir.experts.keep_rows import RowsKept
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
-from autopar.ir.export.pytree_types import register_types
+from autopar.ir.export.pytree_types import constants_as_texts, register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error, remedy_of
 from autopar.ir.guards.answers_as_run import answers_as_run
@@ -64,6 +64,7 @@ def export(
     with (
         torch.random.fork_rng(devices=()),
         _outputs_registered(model),
+        constants_as_texts(model, args, kwargs) as (args, kwargs),
         caches_numbered(model),
         _without_dump(),
         answers_as_run(model),

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
+from autopar.ir.trace import trace
 
 
 class Around(nn.Module):
@@ -118,3 +120,24 @@ def test_flex_attention_is_one_op_however_it_is_called(attend: Callable[..., Any
 def test_flex_attention_that_cannot_be_kept_is_refused_by_name(attend: Callable[..., Any], message: str) -> None:
     with pytest.raises(TraceError, match=rf"test_run_export.py:\d+.*flex_attention.*{message}|BlockMask.*{message}"):
         export(Flexible(attend), (torch.ones(2, 3, requires_grad=True),), {})
+
+
+class Task(Enum):
+    SINGLE = 1
+    DOUBLE = 2
+
+
+class Asked(nn.Module):
+    def forward(self, x: torch.Tensor, task: Task, *more: Any) -> dict[str, Any]:
+        assert all(isinstance(each, (torch.dtype, torch.device, bytes, complex)) for each in more)
+        out = (x + x if task is Task.DOUBLE else x).to(more[0])
+        return {"out": out, "dtype": out.dtype, "device": out.device, "more": more}
+
+
+@pytest.mark.parametrize(("task", "num_sums"), [(Task.SINGLE, 0), (Task.DOUBLE, 1)])
+def test_constants_that_torch_does_not_take_reach_the_forward_and_come_out(task: Task, num_sums: int) -> None:
+    more = torch.float64, torch.device("cpu"), b"x", 2j
+    graph = trace(Asked(), (torch.ones(2), task, *more), {})
+    assert [op.target for op in graph.ops].count("aten.add.Tensor") == num_sums
+    assert graph.arguments[1:] == (task, *more)
+    assert graph.outputs[1:] == (torch.float64, torch.device("cpu"), *more)
