@@ -4,9 +4,11 @@ A `ModuleWatch` looks at every call for writes and compares objects by identity;
 `describe` are compared.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from autopar.ir.export.refused_state import is_of_torch
 from autopar.runtime.checks.count_settings import settings_counted
 from autopar.runtime.checks.dict_versions import versions_of
 from autopar.runtime.checks.held_values import PLAIN, copied, dict_of, is_small, nested_in, reader_of, settings_inside
-from autopar.runtime.checks.script_variables import script_variables
+from autopar.runtime.checks.script_variables import is_of_user, script_variables
 from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.torch_compat import hooks_of_all_modules, without_function_modes
 
@@ -32,6 +34,7 @@ MOST_STATES = 16  # of a module whose programs are kept
 MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
+_METHODS = (FunctionType, property, staticmethod)
 _mode_of = itemgetter("training")
 _needs_grad = attrgetter("requires_grad")
 
@@ -145,7 +148,7 @@ class ModuleWatch:
         self._object_versions = self._object_versions_of()
         self.tensors = dict(_tensors(module))
         self._parameters = [x for x in self.tensors.values() if isinstance(x, nn.Parameter)]
-        self._memory = list(map(_memory, self._parameters))
+        self._memory = [weakref.ref(_memory(x)) for x in self._parameters]
         self._needs_grad, self._storages = _settings(self._parameters)  # kept, so that no other has their addresses
         self._are_counted = all(isinstance(x, (DTensor, ParameterElsewhere)) for x in self._parameters)
         of_classes: list[tuple[Any, Any]] = [(attrgetter(*own), kind) for kind, own in _read_of_classes(module).items()]
@@ -209,7 +212,7 @@ class ModuleWatch:
     def check_data(self) -> None:
         """AutoparError for a parameter whose `.data` was assigned: of a DTensor that changes nothing."""
         for (fqn, x), storage, memory in zip(self._named_parameters(), self._storages, self._memory):
-            if isinstance(x, DTensor) and x.untyped_storage()._cdata != storage._cdata and _memory(x) == memory:
+            if isinstance(x, DTensor) and x.untyped_storage()._cdata != storage._cdata and _memory(x) is memory():
                 raise AutoparError(
                     f"the .data of parameter {fqn} was assigned; it is a DTensor, whose content stays as it was. Write"
                     f" into it under torch.no_grad() with a DTensor of its layout (x.copy_(distribute_tensor(new,"
@@ -237,7 +240,8 @@ def describe(module: nn.Module) -> ModuleState:
         state |= {f"{kind.__qualname__}.{name}": _value(getattr(kind, name)) for name in names}
     own = {kind: [x for x in hooks.values() if not is_of_torch(x)] for kind, hooks in _hooks_of_all().items()}
     state |= {kind: tuple(map(Same, hooks)) for kind, hooks in own.items() if hooks}
-    state |= {f"the variable {name}": _value(d[name]) for name, d in _outside(module)}
+    for name, d in _outside(module):  # of several functions, whose variables may have one name
+        state.setdefault(f"the variable {name}", []).append(_value(d[name]))
     first: dict[int, str] = {}  # what is tied lies under its first name
     return state | {fqn: (first.setdefault(id(x), fqn), *_tensor(x)) for fqn, x in _tensors(module)}
 
@@ -314,9 +318,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _memory(x: torch.Tensor) -> int:
-    """Where the content of this rank's part is."""
-    return x.to_local().data_ptr() if isinstance(x, (DTensor, ParameterElsewhere)) else x.data_ptr()
+def _memory(x: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of this rank's part; its address may be that of memory which was given back before."""
+    return (x.to_local() if isinstance(x, (DTensor, ParameterElsewhere)) else x).untyped_storage()
 
 
 def _tensor(x: torch.Tensor) -> tuple[Any, ...]:
@@ -334,18 +338,24 @@ def _value(x: Any) -> Any:
 
 
 def _read_of_classes(module: nn.Module) -> dict[type, tuple[str, ...]]:
-    """The classes of the modules, but torch's -> what a program depends on of each: its forward, and plain values."""
+    """The classes of the modules -> what a program depends on of each: its forward and other methods and properties
+    of the user's, and plain values.
+    """
     kinds = dict.fromkeys(type(each) for each in module.modules())
-    users = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
-    return {kind: ("forward", *_plain_names(kind)) for kind in users}
+    return {kind: ("forward", *_names_of(kind)) for kind in kinds}
 
 
 def _outside(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
-    """The variables of the script that a program depends on: plain values, containers, tensors and configs."""
-    return [(name, d) for name, d in script_variables(module) if is_small(d[name])]
+    """The variables of the script that a program depends on: plain values, containers, tensors, configs, functions."""
+    found = [(name, d) for name, d in script_variables(module) if name in d]
+    return [(name, d) for name, d in found if isinstance(d[name], FunctionType) or is_small(d[name])]
 
 
-def _plain_names(kind: type) -> list[str]:
-    own = [vars(each) for each in kind.__mro__ if each not in nn.Module.__mro__]
-    named = dict.fromkeys(name for names in own for name, x in names.items() if isinstance(x, PLAIN))
+def _names_of(kind: type) -> list[str]:
+    if kind.__module__.startswith("torch."):
+        return []
+    own = [each for each in kind.__mro__ if each not in nn.Module.__mro__]
+    named = dict.fromkeys(name for each in own for name, x in vars(each).items() if isinstance(x, PLAIN))
+    methods = [vars(each) for each in own if is_of_user(each)]
+    named |= dict.fromkeys(name for names in methods for name, x in names.items() if isinstance(x, _METHODS))
     return [name for name in named if not name.startswith("__")]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.runtime.checks.dtensor_writes import handle_writes
 from autopar.runtime.checks.module_changes import ModuleWatch
@@ -174,6 +174,24 @@ def assigned() -> tuple[torch.Tensor, ...]:
     written = weight.full_tensor().clone()
     weight.data = first
     return doubled, written, weight.full_tensor()
+
+
+def exchanged_at_one_address() -> bool:
+    """Whether a weight is noticed that was exchanged for another, as model.double().float() does, whose memory lies
+    where the first one's was.
+    """
+    model = in_parts(2)
+    weight = model.norm.weight
+    watch = ModuleWatch(model)
+    part = torch.from_numpy(weight.to_local().detach().numpy())  # other memory for torch
+    torch.utils.swap_tensors(weight, nn.Parameter(DTensor.from_local(part, weight.device_mesh, [Shard(0)])))
+    watch.check_data()
+    return watch.has_changed()
+
+
+@pytest.mark.multirank
+def test_another_weight_at_the_address_of_the_first_is_no_assignment_of_data(ranks4: Ranks) -> None:
+    assert ranks4.run(exchanged_at_one_address) == [True] * 4
 
 
 @pytest.mark.multirank

@@ -1,14 +1,21 @@
 """Which variables outside of a model its code reads."""
 
+import functools
+import os
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from autopar.runtime.checks.module_changes import ModuleWatch
+from autopar.runtime.checks.module_changes import ModuleWatch, describe, differences
 from autopar.runtime.checks.script_variables import script_variables
 
 SCALE, FACTORS, UNREAD, DEEP = 1.0, {"a": 2.0}, 3.0, 4.0
@@ -37,7 +44,7 @@ class Reading(nn.Module):
 
 def test_names_that_are_read() -> None:
     names = {name for name, variables in script_variables(nn.Sequential(Reading())) if variables is globals()}
-    assert names == {"SCALE", "FACTORS", "DEEP"}
+    assert names == {"SCALE", "FACTORS", "DEEP", "_deep"}
 
 
 def test_variables_of_the_function_around() -> None:
@@ -56,7 +63,7 @@ def test_variables_of_the_function_around() -> None:
 
     first, second = Inside(1.0), Inside(2.0)
     names = [name for name, _ in script_variables(nn.Sequential(first, second))]
-    assert sorted(set(names) - {"__class__", "scaled"}) == ["around", "factors", "scale"]
+    assert sorted(set(names) - {"__class__", "torch.nn.functional"}) == ["around", "factors", "scale", "scaled"]
     assert names.count("around") == 2 and unset == 3.0
     watch = ModuleWatch(first)
     assert not watch.has_changed()
@@ -125,3 +132,129 @@ def test_another_tensor_is_noticed_and_what_the_code_does_not_name_is_not() -> N
     assert watch.has_changed()
     TENSOR = before
     assert not watch.has_changed()
+
+
+class Config:
+    """Settings as attributes of a class, of which one is read by a method."""
+
+    scale, table = 1.0, {"a": 1.0}
+
+    @classmethod
+    def get(cls, name: str) -> float:
+        return cls.table[name]
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+@dataclass(slots=True)
+class Fields:
+    scale: float = 1.0
+
+
+class Counter:
+    """An object whose bound method is read."""
+
+    step, loaded = 0, object()  # which makes it no config
+
+    def get(self) -> int:
+        return self.step
+
+
+SLOTTED, QUEUE, CONTEXT, COUNTER = Slotted(), deque([1.0]), ContextVar("context", default=1.0), Counter()
+SLOTTED.scale, COUNTER.own, BOUND = 1.0, print, COUNTER.get
+VALUES = {"a": 1.0}
+
+
+@functools.lru_cache
+def _cached() -> float:
+    return VALUES["a"]
+
+
+def _with_attribute(x: Any, kept: list[float] = [1.0]) -> Any:  # noqa: B006
+    return x * _with_attribute.scale * kept[0]
+
+
+_with_attribute.scale = 1.0
+
+
+def _same(x: float) -> float:
+    return x
+
+
+def _named(first: float, second: float) -> list[Callable[[], float]]:
+    """Two functions that read variables of the same name."""
+
+    def of(scale: float) -> Callable[[], float]:
+        def read(change: float = 0.0) -> float:
+            nonlocal scale
+            scale += change
+            return scale
+
+        return read
+
+    return [of(first), of(second)]
+
+
+FIRST, SECOND = _named(1.0, 2.0)
+
+
+class ReadingAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.fields = nn.Linear(3, 3), Fields()
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+    @property
+    def third(self) -> float:
+        return 1 / 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.half(self.linear(x))) * Config.scale * Config.get("a") * SLOTTED.scale * QUEUE[-1] * self.third
+        x = _with_attribute(x) * CONTEXT.get() * BOUND() * _cached() * float(os.environ.get("AUTOPAR_TEST", "1"))
+        return _same(x) * self.fields.scale * FIRST() * SECOND()
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], object]:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "attribute of a class": _set(Config, "scale", 2.0),
+    "dict of a class that its method reads": lambda patch: patch.setitem(Config.table, "a", 2.0),
+    "object with slots": _set(SLOTTED, "scale", 2.0),
+    "deque": lambda _: QUEUE.append(QUEUE[-1] + 1),
+    "attribute of a function": _set(_with_attribute, "scale", 2.0),
+    "list that is a default": lambda _: _with_attribute.__defaults__[0].append(1.0),
+    "context variable": lambda _: CONTEXT.set(CONTEXT.get() + 1),
+    "object of a bound method": _set(COUNTER, "step", 3),
+    "what a cached function reads": lambda patch: patch.setitem(VALUES, "a", 2.0),
+    "variable of the environment": lambda patch: patch.setenv("AUTOPAR_TEST", "2"),
+    "function of the script": lambda patch: patch.setitem(globals(), "_same", lambda x: 2 * x),
+    "function of torch": _set(F, "gelu", F.relu),
+    "function that a layer of torch calls": _set(F, "linear", lambda x, *_: x),
+    "forward of a layer of torch": _set(nn.Linear, "forward", lambda self, x: x),
+    "method of the class": _set(ReadingAll, "half", lambda self, x: x),
+    "property of the class": _set(ReadingAll, "third", property(lambda self: 0.0)),
+    "first of two of one name": lambda _: FIRST(1.0),
+    "second of two of one name": lambda _: SECOND(1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_code_reads_is_one_of_the_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ReadingAll()
+    watch, before = ModuleWatch(model), describe(model)
+    assert not watch.has_changed() and not differences(before, describe(model))
+    CHANGES[name](monkeypatch)
+    assert watch.has_changed() and differences(before, describe(model))
+
+
+def test_a_field_of_an_object_with_slots_is_noticed() -> None:
+    model = ReadingAll()
+    watch, before = ModuleWatch(model), describe(model)
+    model.fields.scale = 2.0
+    assert watch.has_changed() and differences(before, describe(model))
