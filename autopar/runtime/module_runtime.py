@@ -39,7 +39,7 @@ from autopar.runtime.call_key import (
     up_to_numbers,
     up_to_sizes,
 )
-from autopar.runtime.checks.lone_call import Calls
+from autopar.runtime.checks.lone_call import Calls, reason_to_load
 from autopar.runtime.checks.module_changes import Changes
 from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
 from autopar.runtime.checks.same_inputs import InputCheck
@@ -318,7 +318,7 @@ class Runtime:
         wait_s = LATER_WAIT_S if self.first else dist.default_pg_timeout.total_seconds()
         cut, calls = self._cut(), None if self.check is None else self.calls
         with failing_together(cut.meeting) if cut is not None else nullcontext():
-            meet(self.mesh, self.next_place(), wait_s, calls, changed)
+            meet(self.mesh, self.next_place(), wait_s, calls, reason_to_load(changed, call[0]))
         self.num_met += 1
         agree_on_call(self.mesh, call)
 

@@ -84,9 +84,9 @@ def from_first(mesh: DeviceMesh, item: Any) -> Any:
     return box[0]
 
 
-def meet(mesh: DeviceMesh, place: str, wait_s: float, calls: Calls | None = None, changed: str = "") -> None:
+def meet(mesh: DeviceMesh, place: str, wait_s: float, calls: Calls | None = None, reason: str = "") -> None:
     """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them, or once
-    one of them has made this call without coming, if `calls` are counted. `changed`: what of this rank's module.
+    one of them has made this call without coming, if `calls` are counted. `reason`: why this rank comes.
 
     Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the
     model, and another one on its groups would meet that.
@@ -99,7 +99,7 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float, calls: Calls | None = None
         calls.wait_at(place)
     while arrived < mesh.size():
         if calls is not None:
-            calls.check_others(place, changed)
+            calls.check_others(place, reason)
         waited_s = time.monotonic() - start
         if waited_s > wait_s:
             raise RankMismatch(

@@ -270,13 +270,17 @@ def die(when: str, folder: str) -> None:
 
 
 def change_alone(kind: str, folder: str) -> None:
-    """Rank 2 changes its module between two steps; all write what they met and after how long."""
+    """Rank 2 changes its module, or is given fewer rows, between two steps; all write what they met and after how
+    long.
+    """
     model, (x,) = _compile(pins=PINS), build("mlp").args
     for _ in range(3):
         model(x).sum().backward()
     if dist.get_rank() == 2:
         if kind == "attribute":
             model.blocks[0].slope = 0.5
+        elif kind == "rows":
+            x = x[:2]
         else:
             model.blocks[0].requires_grad_(False)
     start = time.monotonic()
@@ -347,7 +351,7 @@ def test_error_of_one_stage_ends_the_comparison_of_the_others() -> None:
         ranks.stop()
 
 
-@pytest.mark.parametrize("kind", ["attribute", "gradient"])
+@pytest.mark.parametrize("kind", ["attribute", "gradient", "rows"])
 def test_module_changed_on_one_rank_is_met_soon_by_all(tmp_path: Path, kind: str) -> None:
     ranks = Ranks(4)
     try:
@@ -362,7 +366,8 @@ def test_module_changed_on_one_rank_is_met_soon_by_all(tmp_path: Path, kind: str
     assert found.keys() == {"0", "1", "2", "3"}, f"only {sorted(found)} met an error"
     assert all(float(seconds) < SOON_S for seconds, *_ in found.values()), found
     assert found["2"][1] == RankMismatch.__name__, found["2"]
-    assert re.search(r"rank 2 needs a new program for this call.*changed on this rank \(blocks\.0", found["2"][2])
+    why = r"called otherwise.*\(2, .*pad each rank's rows" if kind == "rows" else r"changed on this rank \(blocks\.0"
+    assert re.search(f"rank 2 needs a new program for this call.*{why}", found["2"][2])
     assert all(found[rank][1] in (PeerFailed.__name__, "RuntimeError") for rank in "013"), found
 
 

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -68,15 +68,26 @@ class Calls:
         """Say in the store that this rank waits at `place`, in its present call."""
         default_store().set(f"{place}/waits", str(self.num_begun))
 
-    def check_others(self, place: str, changed: str) -> None:
-        """RankMismatch if another rank will not come to `place`; `changed`: what changed in this rank's module."""
+    def check_others(self, place: str, reason: str) -> None:
+        """RankMismatch if another rank will not come to `place`; `reason`: `reason_to_load` of this rank."""
         if default_store().check([f"{place}/passed"]):
             rank = default_store().get(f"{place}/passed").decode()
-            what = f"the module changed on this rank ({changed})" if changed else "this rank was called otherwise"
             raise RankMismatch(
                 f"rank {dist.get_rank()} needs a new program for this call, and rank {rank} runs the one of before:"
-                f" {what}; change the module on every rank, and call it alike (check=False turns this off)"
+                f" {reason} (check=False turns this off)"
             )
+
+
+def reason_to_load(changed: str, arguments: Any) -> str:
+    """Why a rank needs a new program, and what to do where no other does. `changed`: what of its module; `arguments`:
+    those of the call, as they are described.
+    """
+    if changed:
+        return f"the module changed on this rank ({changed}); change it on every rank"
+    return (
+        f"this rank was called otherwise, with {arguments}; call the model alike on every rank, pad each rank's rows to"
+        " the same length"
+    )
 
 
 class Meets(Protocol):
