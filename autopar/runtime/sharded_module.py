@@ -25,7 +25,7 @@ from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.checks.saved_parts import check_saved_here, watch_files
 from autopar.runtime.dtensor_state import cut_to_parts, put, whole_state
 from autopar.runtime.grad_norm import clip_gradients
-from autopar.runtime.interop.compiled_after import CompiledAfter
+from autopar.runtime.interop.compiled_after import CompiledAfter, check_no_function_mode
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
 from autopar.runtime.interop.generation import for_generation
 from autopar.runtime.interop.loss_scale import take_loss_scale
@@ -64,6 +64,7 @@ class ShardedModule(Unannounced, OwnForward, FullState, FullOptimizerState, Trai
                 "model.train_step(...) of a model that was compiled for inference (trains=False, or a plan made so),"
                 " which has no gradients; call model(...), or compile it for training"
             )
+        check_no_function_mode()
         scale = take_loss_scale(self, kwargs, torch.device(self._autopar.mesh.device_type))
         return self._autopar.train_step(self, args, kwargs, scale)
 

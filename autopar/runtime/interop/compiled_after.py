@@ -1,13 +1,14 @@
 """`CompiledAfter`: a sharded module under torch.compile, which breaks its graph and cannot be asked for one; and in
-traces of others, which are refused.
+traces and function modes of others, which are refused.
 """
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.torch_compat import module_of_caller, wants_one_graph
+from autopar.torch_compat import function_modes, module_of_caller, wants_one_graph
 
 _REFUSED = (
     "torch.compile(fullgraph=True) of a model that autopar.compile returned: expected fullgraph=False, the default, for"
@@ -50,4 +51,17 @@ def check_not_traced(by: str) -> None:
             f"{by} of a model that autopar.compile returned, of which each rank has parts: expected the model as"
             " written for one device. Build that, give it the weights, model.full_state_dict(), by load_state_dict, and"
             " trace it"
+        )
+
+
+@torch.compiler.disable
+def check_no_function_mode() -> None:
+    """AutoparError inside somebody's `TorchFunctionMode`: a program calls other functions than the forward does."""
+    modes = [type(mode) for mode in function_modes()]
+    if found := next((mode for mode in modes if mode.__module__.partition(".")[0] not in ("torch", "autopar")), None):
+        raise AutoparError(
+            f"the compiled model was called inside {found.__qualname__}, a TorchFunctionMode, which sees, and may"
+            " change, the functions that a forward calls; a compiled model runs a program, which calls others. Call the"
+            " model outside of the mode, and do what it changes in the model, before autopar.compile. A"
+            " TorchDispatchMode sees the ops that run"
         )

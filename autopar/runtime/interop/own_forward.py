@@ -17,7 +17,7 @@ from autopar.ir.export.refused_state import check_modules_traced
 from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
-from autopar.runtime.interop.compiled_after import check_not_traced
+from autopar.runtime.interop.compiled_after import check_no_function_mode, check_not_traced
 from autopar.runtime.interop.trainer_attributes import as_of_all_parts
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import is_autocast_wrapper
@@ -62,6 +62,7 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
         check_not_traced("" if isinstance(kwargs, dict) else "torch.fx.symbolic_trace")
         if runtime.bare is not None:  # a forward that was set on the module calls the one that it replaced
             return runtime.original.forward(runtime.bare, *args, **kwargs)
+        check_no_function_mode()
         kwargs = as_of_all_parts(kwargs, runtime.parts)
         if runtime.trains:
             return runtime.call(self, args, kwargs)
