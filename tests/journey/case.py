@@ -52,6 +52,7 @@ THEMES = (
     "texts",
     "rounds",
     "owned",
+    "modes",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

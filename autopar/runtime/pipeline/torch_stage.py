@@ -81,7 +81,8 @@ class _NumberedBody(nn.Module):
         self.microbatch = 0
         self.work: Work | None = None
 
-    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Without hooks of all modules, as FlopCounterMode's: this is no module of the model."""
         assert self.work is not None, "a stage is run within a step"
         outputs = self.work(self.microbatch, received)
         return tuple(_checked(x, wire) for x, wire in zip(outputs, self.sends))

@@ -359,7 +359,7 @@ def jacobian_at_once(run: Run) -> Numbers:
     return {"jacobian": torch.autograd.functional.jacobian(run.compile(Body(), args=(x,)), x, vectorize=True)}
 
 
-@case(on=FORWARD)
+@case()
 def counted_by_torch(run: Run) -> Numbers:
     """FlopCounterMode and CommDebugMode around the first step"""
     from torch.distributed.tensor.debug import CommDebugMode
