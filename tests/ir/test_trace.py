@@ -204,9 +204,10 @@ def _branch(model, x):
 
 
 def _write_parameter(model, x):
+    y = model.linear(x)
     with torch.no_grad():
         model.linear.weight.mul_(0.5)
-    return x
+    return y
 
 
 ERRORS = {
@@ -219,7 +220,7 @@ ERRORS = {
         "higher_order.cond is control flow",
     ),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
-    "parameter": (_write_parameter, "in place after it was read"),
+    "parameter": (_write_parameter, "in place after %linear_1 read it"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
     "several views": (
         lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2),

@@ -134,9 +134,9 @@ def _check_writable(view: View, builder: OpBuilder, at: Origin) -> None:
     current = view.storage.value
     is_parameter = view.storage.owner.startswith("parameter ")
     if current.needs_grad and is_parameter and view.storage.leaf is None:
-        if any(current in op.inputs and not op.is_no_grad and "detach" not in op.target for op in builder.ops):
+        if name := _kept_by(current, builder.ops):
             raise TraceError(
-                f"{at.line}: the forward changes {view.storage.owner} in place after it was read, so that backward"
+                f"{at.line}: the forward changes {view.storage.owner} in place after %{name} read it, whose backward"
                 " would see another value: write to it before, or around the call"
             )
     elif current.needs_grad and _is_unseen(view, at) and (name := _kept_by(current, builder.ops)):

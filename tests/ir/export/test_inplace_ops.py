@@ -180,3 +180,23 @@ def test_a_write_that_autograd_does_not_see_into_what_it_keeps_is_refused(forwar
     x, y = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     with pytest.raises(AutoparError, match=f"a tensor that {name} keeps for its backward is changed in place"):
         traced(forward, x, y)
+
+
+def test_rows_that_a_lookup_scales_are_scaled_again_by_the_next() -> None:
+    class Scaled(nn.Module):
+        """An embedding of rows of a norm up to 1, which writes those that are longer, read twice."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4, max_norm=1.0)
+
+        def forward(self, ids):
+            return (self.table(ids[0]) * self.table(ids[1])).sum(1)
+
+    model, ids = Scaled(), torch.tensor([[0, 1, 2], [1, 3, 0]])
+    weight = model.table.weight.detach().clone().requires_grad_()
+    (found,), written = run(trace(model, (ids,), {}), {"table_weight": weight, "ids": ids})
+    torch.testing.assert_close(found, model(ids))
+    model(ids).sum().backward()
+    torch.testing.assert_close(written["table.weight"], model.table.weight)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), weight)[0], model.table.weight.grad)

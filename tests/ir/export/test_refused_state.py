@@ -138,9 +138,10 @@ def differentiated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = x @ model.weight
     with torch.no_grad():
         model.weight.data = 0.9 * model.weight + 0.1
-    return x
+    return y
 
 
 def shared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -149,8 +150,9 @@ def shared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = x @ model.weight
     model.weight.data.mul_(0.9)
-    return x
+    return y
 
 
 def by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -171,8 +173,8 @@ def by_address(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (by_numpy, r"`return x \+ torch.from_numpy.*; what NumPy computes is not recorded: compute it by torch"),
         (sparse, r".*aten.sparse_coo_tensor.* gives a tensor of layout torch.sparse_coo.*dense tensors"),
         (by_address, r"`return x \* .*; addresses of tensors are not recorded"),
-        (written, r".*changes parameter weight in place after it was read"),
-        (averaged, r".*changes parameter weight in place after it was read"),
+        (written, r".*changes parameter weight in place after %matmul read it"),
+        (averaged, r".*changes parameter weight in place after %matmul read it"),
         (shared, r"`model.weight.data = .*sets the .data of a tensor"),
         (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
         (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),
