@@ -180,6 +180,7 @@ def exchanged_at_one_address() -> bool:
     """Whether a weight is noticed that was exchanged for another, as model.double().float() does, whose memory lies
     where the first one's was.
     """
+    handle_writes()  # as at the first compile, before settings are counted
     model = in_parts(2)
     weight = model.norm.weight
     watch = ModuleWatch(model)
