@@ -18,7 +18,7 @@ from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
 from autopar.runtime.interop.compiled_after import check_no_function_mode, check_not_traced
-from autopar.runtime.interop.trainer_attributes import as_of_all_parts
+from autopar.runtime.interop.trainer_attributes import TrainerAttributes, as_of_all_parts
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import is_autocast_wrapper
 
@@ -96,11 +96,12 @@ class _Unset:
 
 def own_members(model: nn.Module, sharded: type[nn.Module]) -> dict[str, Any]:
     """Members that `model` itself has under a public name of the class `sharded` that is mixed into its own: scripts
-    call them so, therefore they stay.
+    call them so, therefore they stay. What trainers alone ask is answered for the compiled model.
     """
     original = type(model)
     kinds = itertools.takewhile(lambda kind: kind is not nn.Module, sharded.__mro__)
-    public = {name: None for kind in kinds for name in vars(kind) if name[0] != "_" and not hasattr(nn.Module, name)}
+    answers = [kind for kind in kinds if kind is not TrainerAttributes]
+    public = {name: None for kind in answers for name in vars(kind) if name[0] != "_" and not hasattr(nn.Module, name)}
     of_class = {name: inspect.getattr_static(original, name) for name in public if hasattr(original, name)}
     tables: tuple[dict[str, Any], ...] = vars(model), model._modules, model._parameters, model._buffers
     own = of_class | {name: _Unset() for name in public if any(name in table for table in tables)}

@@ -51,7 +51,8 @@ class TrainerAttributes(nn.Module):
         compiled; and for stages, since the Trainer calls `model(...)` and backward itself.
         """
         if module_of_caller().partition(".")[0] != "transformers":  # torch.jit.trace reads all attributes
-            raise AttributeError("is_distributed_loading_by_transformers")
+            own: Any = super()
+            return own.is_distributed_loading_by_transformers
         if PIPELINE in (self._autopar.mesh.mesh_dim_names or ()):
             raise AutoparError(
                 "transformers.Trainer calls model(...) and loss.backward(), and stages are run by"

@@ -1,5 +1,6 @@
 """What trainers ask a compiled model before its first step, as they ask it."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,29 @@ def torch_compile_is_refused() -> None:
 
 def test_a_trainer_that_would_compile_the_program_is_refused_as_it_is_made(ranks4: Ranks) -> None:
     ranks4.run(torch_compile_is_refused)
+
+
+class Distributed(nn.Linear):
+    """As transformers' models are: they have the attribute themselves."""
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        return False
+
+
+def own_answer_does_not_hide_that_the_model_is_compiled() -> None:
+    mesh = device_mesh((4,), ("dp",))
+    with warnings.catch_warnings(action="error"):
+        model = autopar.compile(Distributed(4, 4), mesh, batch=("dp",), cluster="cpu")
+    assert trainer(model, SimpleNamespace(torch_compile=False))
+    assert not model.is_distributed_loading_by_transformers  # as anybody else asks
+    with pytest.raises(AutoparError, match=r"expected autopar.compile\(model, mesh, batch=\('dp',\)\)"):
+        trainer(autopar.compile(Distributed(4, 4), mesh, cluster="cpu"), None)
+
+
+def test_a_trainer_is_answered_for_the_compiled_model_not_by_the_models_own(ranks4: Ranks) -> None:
+    """transformers' Trainer saved on the first rank alone, which waited for the others."""
+    ranks4.run(own_answer_does_not_hide_that_the_model_is_compiled)
 
 
 def stages_are_refused() -> None:
