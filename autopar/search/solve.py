@@ -1,13 +1,15 @@
 """`solve`: the search of a cost table by `SOLVERS`, one after the other, each on the last state of the previous one."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from autopar.errors import InfeasibleError
 from autopar.search.bounds.close_gap import close
 from autopar.search.bounds.combine import recombine
+from autopar.search.bounds.lagrange import memory_only
 from autopar.search.bounds.price_memory import price_memory
 from autopar.search.bounds.squeeze import QUICK, squeeze
 from autopar.search.check_table import checked
@@ -59,7 +61,8 @@ def solve(
     """The cheapest choice within the memory limit, and a proven lower bound.
 
     It is never worse than any of `starts` within the limit. The same table and starts give the same choice unless the
-    deadline comes first; a call after the deadline returns the cheapest start within the limit.
+    deadline comes first; a call after the deadline returns the cheapest start within the limit. Where no start is
+    allowed, a choice is looked for all the same.
 
     `enough_gap`: under a binding limit, the search ends at this relative gap; a small table is closed further.
     `to_beat_s`: the search also ends when no choice can cost less than this. `is_brief`: it also ends when the limit is
@@ -84,22 +87,29 @@ def solve(
             is_enough = is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))
             if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
                 break
-    if best is None:
-        raise _out_of_time(table)
-    return best
+    return _without_search(table, starts) if best is None else best
 
 
 def _without_search(table: CostTable, starts: Sequence[tuple[int, ...]]) -> Choice:
-    """The cheapest start within the limit; InfeasibleError if there is none."""
+    """The cheapest start within the limit or, if each of them is forbidden, the first choice that is met of low cost
+    or, if that is above the limit, of low memory; InfeasibleError if that is above it too.
+    """
     start = cheapest(table, starts)
+    if start is None and all(cost_of(table, one) == float("inf") for one in starts):
+        within = (choice for part in (table, memory_only(table)) for choice in _first_without_limit(part))
+        start = next((choice for choice in within if cheapest(table, (choice,)) is not None), None)
     if start is None:
-        raise _out_of_time(table)
+        limit = f"{table.memory_limit_bytes:.0f} bytes per device"
+        raise InfeasibleError(f"no choice within {limit} was found in the time limit; allow more time or memory")
     return _choice(table, start, trivial_bound(table))
 
 
-def _out_of_time(table: CostTable) -> InfeasibleError:
-    limit = f"{table.memory_limit_bytes:.0f} bytes per device"
-    return InfeasibleError(f"no choice within {limit} was found in the time limit; allow more time or memory")
+def _first_without_limit(table: CostTable) -> Iterator[tuple[int, ...]]:
+    """The first choice that is met without regard to memory, if there is one."""
+    free = replace(table, memory_limit_bytes=float("inf"))
+    with closing(_choices_of_core(free, (), Goal(), Deadline.after(0.0), SOLVERS)) as choices:
+        for _, choice in islice(choices, 1):
+            yield choice.strategies
 
 
 def _choices_of_core(

@@ -31,6 +31,7 @@ from autopar.planner.pipeline.stage_tables import RankTask, SolvedStages
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.sbp.placement import format_layout
 from autopar.search.deadline import Deadline
 
 
@@ -75,6 +76,16 @@ def test_without_time_a_plan_by_hand_that_fits_is_returned(graph: Callable[..., 
     assert plan.found_by.startswith("hand plan ") and max(plan.peak_bytes) <= plan.memory_limit_bytes
     assert 0 < plan.lower_bound_s <= plan.step_s
     assert f"found by {plan.found_by}" in plan.explain()
+
+
+def test_without_time_parameters_that_lie_as_no_plan_by_hand_has_them_stay(graph: Callable[..., Graph]):
+    """As for a call of other shapes, such as the first one in eval mode."""
+    whole, cluster = graph("gpt2", layers=4), load_cluster("v100")
+    stored = {item.fqn: ("BS(0)", "S(0)B")[number % 2] for number, item in enumerate(whole.of_kind("parameter"))}
+    request = PlanRequest(time_limit_s=0.0, stored=stored, num_microbatches=1, memory_limit_bytes=2.0**40)
+    plan = choose_plan(whole, parse_devices("2x2"), cluster, request, predict=rank_peaks)
+    found = {item.fqn: format_layout(plan.assignment.layouts[item.value.name]) for item in whole.of_kind("parameter")}
+    assert found == stored and max(plan.peak_bytes) > 0
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])

@@ -94,6 +94,17 @@ def test_never_worse_than_a_start_even_without_time(table):
     assert found.cost_s <= truth[0]
 
 
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(small_tables(limited=False), st.booleans())
+def test_where_memory_is_free_there_is_a_choice_without_time_and_starts(table, is_limited):
+    most_bytes = sum(float(part.memory_bytes.max()) for part in (*table.nodes, *table.edges))
+    table = replace(table, memory_limit_bytes=most_bytes) if is_limited else table
+    forbidden = [choice for choice in every_choice(table) if cost_of(table, choice) == float("inf")][:2]
+    if brute_force(table) is not None:
+        found = solve(table, starts=forbidden, deadline=Deadline.after(0.0))
+        assert found.lower_bound_s <= found.cost_s == cost_of(table, found.strategies) < float("inf")
+
+
 def test_the_same_table_gives_the_same_choice():
     assert solve(limited_table()) == solve(limited_table())
 
@@ -133,7 +144,8 @@ def test_infeasible_says_the_least_that_would_do():
         InfeasibleError, match=r"5368709120 bytes \(5.00 GiB\).*least that would do is 6442450944 bytes \(6.00 GiB\)"
     ):
         solve(table)
-    assert solve(replace(table, memory_limit_bytes=6 * 2.0**30)).strategies == (1, 1)
+    for deadline in (NEVER, Deadline.after(0.0)):
+        assert solve(replace(table, memory_limit_bytes=6 * 2.0**30), deadline=deadline).strategies == (1, 1)
 
 
 def test_a_pair_of_nodes_that_exclude_each_other_is_infeasible():
