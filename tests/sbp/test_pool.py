@@ -22,6 +22,10 @@ SAMPLES = [
     ("adaptive_avg_pool1d.default", (X3, [3])),
     ("adaptive_avg_pool2d.default", (X4, [1, 1])),
     ("adaptive_avg_pool3d.default", (X5, [1, 1, 1])),
+    ("avg_pool2d_backward.default", (f64(2, 4, 3, 3), X4, [2, 2], [2, 2], [0, 0], False, True, None)),
+    ("avg_pool3d_backward.default", (f64(2, 4, 2, 2, 2), X5, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)),
+    ("_adaptive_avg_pool2d_backward.default", (f64(2, 4, 3, 2), X4)),
+    ("_adaptive_avg_pool3d_backward.default", (f64(2, 4, 2, 2, 2), X5)),
     ("upsample_nearest1d.vec", (X3, None, [2.0])),
     ("upsample_nearest2d.vec", (X4, None, [2.0, 2.0])),
     ("upsample_linear1d.vec", (X3, None, False, [2.0])),
@@ -41,9 +45,9 @@ SAMPLES = [
 @pytest.mark.parametrize(("name", "args"), SAMPLES, ids=lambda value: value if isinstance(value, str) else "")
 def test_every_signature_gives_the_ops_numbers(name, args):
     found = exercise(f"aten.{name}", *args)
-    is_linear = "avg" in name or "upsample" in name
-    assert ("P -> P" in found) == is_linear
-    assert any(text.startswith("S(0) -> S(0)") for text in found)
+    is_linear, is_backward = "avg" in name or "upsample" in name, "backward" in name
+    assert ("P B* -> P" if is_backward else "P -> P") in found or not is_linear
+    assert any(text.startswith("S(0) S(0) -> S(0)" if is_backward else "S(0) -> S(0)") for text in found)
 
 
 def test_every_rule_has_a_sample():

@@ -17,12 +17,15 @@ Given = Mapping[str, Any]
 _DECOMPOSED = """tanh sigmoid threshold leaky_relu softplus gelu silu mish hardswish hardsigmoid hardtanh elu logit
     glu _prelu_kernel mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss nll_loss
     nll_loss2d _softmax_data _log_softmax_data select slice diagonal unfold embedding_dense"""
+# Those of which a backward reads more than the result: the weight of all targets, which follows from these alone.
+_FORWARD = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 
 
 @lru_cache(maxsize=1)
 def backward_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions under which a backward is traced."""
     names = {f"aten.{name.replace('_data', '')}_backward{'_data' * ('_data' in name)}" for name in _DECOMPOSED.split()}
+    names.update(_FORWARD)
     known = torch.export.default_decompositions().items()
     table = {op: function for op, function in known if str(op).removesuffix(".default") in names}
     return table | {torch.ops.aten.convolution_backward.default: _convolution_backward}
