@@ -1,9 +1,10 @@
 """The pass that rewrites `x[rows, columns]` where `rows` is 0, 1, 2, ..., all rows of x.
 
-It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its own
-(of `x[rows, i, j]` along both dims as one), a `scatter` where these are written. transformers reads a padding mask and
-the last token of each sample in this way. As an index the rows could not be split, since an index counts over all of
-them.
+So is `x.flatten(0, 1)[columns + rows * n]`, of x with n columns, where columns are places in a dim of n, as topk gives
+them. It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has columns of its
+own (of `x[rows, i, j]` along both dims as one), a `scatter` where these are written. transformers reads a padding mask
+and the last token of each sample in this way. As an index the rows could not be split, since an index counts over all
+of them.
 """
 
 import itertools
@@ -14,9 +15,18 @@ from dataclasses import replace
 import torch
 
 from autopar.ir.call_args import call, takes_device
-from autopar.ir.graph import Graph, Op, Slot, Value
-from autopar.ir.op_facts import is_random
+from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, is_random
 
+# Ops of which a result has places in the dim `dim` of their input, and ops that keep the numbers of the first input.
+_PLACES = (
+    "aten.topk.default",
+    "aten.sort.default",
+    "aten.argsort.default",
+    "aten.argmax.default",
+    "aten.argmin.default",
+)
+_KEEPING = frozenset((*RESHAPES, *PERMUTATIONS, "aten.slice.Tensor", "aten.select.int", "aten.expand.default"))
 _PUT = "aten.index_put.default"
 
 
@@ -28,6 +38,8 @@ def read_own_rows(graph: Graph) -> Graph:
 
 
 def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...]:
+    if (apart := _apart(op, made, names)) is not None:
+        return apart
     if op.target not in ("aten.index.Tensor", _PUT) or len(op.inputs) < 3 + (op.target == _PUT):
         return (op,)
     x, rows, *columns = op.inputs[:-1] if op.target == _PUT else op.inputs
@@ -43,6 +55,57 @@ def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...
     if op.target == _PUT or rows.shape[1:] != (1,) * (ndim - 1):
         return (op,)
     return _same_columns(op, names) if all(len(v.shape) < ndim or v.shape[0] == 1 for v in columns) else (op,)
+
+
+def _apart(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...] | None:
+    """The ops of an index of rows and columns that are counted as one; None if `op` is none."""
+    if op.target != "aten.index.Tensor" or op.args[1] != (Slot(1),):
+        return None
+    (flat, index), (output,) = op.inputs, op.outputs
+    joined, added = made.get(flat.name), made.get(index.name)
+    if added is not None and added.target in RESHAPES:
+        added = made.get(added.inputs[0].name)
+    if joined is None or joined.target not in RESHAPES or added is None or added.target != "aten.add.Tensor":
+        return None
+    x, sums = joined.inputs[0], [(one, other) for one, other in itertools.permutations(added.inputs, 2)]
+    if (
+        added.kwargs
+        or len(added.args) > 2
+        or len(x.shape) < 2
+        or flat.shape != (math.prod(x.shape[:2]), *x.shape[2:])
+        or x.shape[0] == 1
+    ):
+        return None
+    for columns, starts in sums:
+        if columns.shape == added.outputs[0].shape and _starts_rows(starts, x, columns, made):
+            found = replace(output, name=_unique(f"{output.name}_own", names), shape=(*columns.shape, *x.shape[2:]))
+            pair = replace(op, args=(Slot(0), (Slot(1), Slot(2))), inputs=(x, starts, columns), outputs=(found,))
+            return (*_columns_each(pair, names), _reshape(op, found, output.shape, output.name))
+    return None
+
+
+def _starts_rows(starts: Value, x: Value, columns: Value, made: Mapping[str, Op]) -> bool:
+    """Whether `starts` are the places of the rows of `x` in all its columns, one row for each of `columns`, which are
+    places in a dim of no more columns.
+    """
+    numbers = known_tensor(starts, made)
+    if numbers is None or not numbers.ndim or len(numbers) != x.shape[0] or columns.shape[0] != x.shape[0]:
+        return False
+    firsts = (torch.arange(x.shape[0]) * x.shape[1]).view(-1, *(1,) * (numbers.ndim - 1))
+    is_start = numbers.ndim == len(columns.shape) and torch.equal(numbers.long(), firsts.expand_as(numbers))
+    return is_start and _are_below(x.shape[1], columns, made)
+
+
+def _are_below(size: int, columns: Value, made: Mapping[str, Op]) -> bool:
+    """Whether all numbers of `columns` are at least 0 and below `size`, as places in a dim of no more are."""
+    op = made.get(columns.name)
+    while op is not None and op.target in _KEEPING and op.outputs[0].dtype == columns.dtype:
+        columns = op.inputs[0]
+        op = made.get(columns.name)
+    if op is None or op.target not in _PLACES or columns.name != op.outputs[-1].name:
+        return False
+    dim, shape = arguments_of(op)["dim"], op.inputs[0].shape
+    return bool(shape) and (math.prod(shape) if dim is None else shape[dim]) <= size
 
 
 def _counts(rows: Value, made: Mapping[str, Op]) -> bool:

@@ -14,15 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
+from autopar.ir.guards.guard_ops import GUARDED
 from autopar.ir.op_facts import is_random
 from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
 from autopar.sbp.microbatch.split_batch import KNOWN, KNOWN_REDUCTION, BatchSplit, batch_size, is_share, split_batch
-from autopar.sbp.microbatch.token_count import LossCount, known_value, loss_count
+from autopar.sbp.microbatch.token_count import LossCount, is_known, known_value, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
-from autopar.sbp.rules._by_name import argument_names, tensor_of
+from autopar.sbp.rules._by_name import argument_names, optional_tensor, tensor_of
 from autopar.sbp.rules.loss import SUM
 from autopar.sbp.signature import Strategy
 
@@ -141,7 +144,8 @@ class _Writing:
         if is_random(op) and not any(placement.is_split for placement in signature.outputs):
             self.alike.append(op.name)
         if signature.role == "tokens" and not _has_probabilities(op):
-            self._add_counted(local)
+            is_counted = optional_tensor(op, "weight") is not None or is_known(self.graph, tensor_of(op, "target"))
+            self._add_counted(local) if is_counted else self._add_guarded(local)
         elif signature.role in KNOWN_ROLES:
             self._add_known(op, local)
         elif signature.role and signature.role != INVERSE:
@@ -209,6 +213,23 @@ class _Writing:
         self._call(self._unique(f"{op.name}_mean"), "aten.mul.Tensor", (Slot(0), Slot(1)), (total, factor), mean, op)
         if mean is not output:
             self._call(self._unique(f"{op.name}_cast"), "aten.to.dtype", (Slot(0), output.dtype), (mean,), output, op)
+
+    def _add_guarded(self, op: Op) -> None:
+        """Write a mean over tokens whose targets the parameters choose, so that none may be ignored: each call looks
+        for such.
+        """
+        (output,), target, ignored = op.outputs, tensor_of(op, "target"), arguments_of(op)["ignore_index"]
+        share = replace(output, name=self._unique(f"{output.name}_unguarded"))
+        self._add_averaged(replace(op, outputs=(share,)))
+        is_ignored = Value(self._unique(f"{op.name}_ignored"), target.shape, torch.bool, needs_grad=False)
+        number = Value(self._unique(f"{op.name}_num_ignored"), (), torch.int64, needs_grad=False)
+        self._call(is_ignored.name, "aten.eq.Scalar", (Slot(0), ignored), (target,), is_ignored, op)
+        self._call(number.name, "aten.sum.default", (Slot(0),), (is_ignored,), number, op)
+        line = (
+            f"{op.line}: in microbatches, the number of targets that are ignored, which must not depend on parameters,"
+        )
+        args = (Slot(0), (Slot(1),), ("Eq(v0, 0)",), (line,))
+        self._call(self._unique(f"{op.name}_guarded"), GUARDED, args, (share, number), output, op)
 
     def finish(self) -> Microbatched:
         outputs = tuple(self._output(value) if isinstance(value, Value) else value for value in self.graph.outputs)

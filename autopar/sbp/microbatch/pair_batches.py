@@ -15,6 +15,7 @@ from autopar.sbp.signature import Signature
 
 _CAT, _SPLIT, _SLICE = "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"
 Sections = tuple[int, ...]
+_MOST_WAYS = 64  # in which the runs that are joined may be in sections
 
 
 def in_sections(op: Op, plain: Sequence[Signature], present: Sequence[Sections]) -> Iterator[Signature]:
@@ -24,8 +25,7 @@ def in_sections(op: Op, plain: Sequence[Signature], present: Sequence[Sections])
     if op.target == _CAT and len(op.inputs) > 1:
         dim = op.args[1] if len(op.args) > 1 else 0
         if dim >= 0 and {len(value.shape) for value in op.inputs} == {len(op.outputs[0].shape)}:
-            sections = _lowest([value.shape[dim] for value in op.inputs])
-            yield Signature((S(dim),) * len(op.inputs), (S(dim, sections=sections),))
+            yield from _joined_runs(dim, [value.shape[dim] for value in op.inputs], present)
     if op.target in RESHAPES:
         yield from _joined(op)
     for sections in present:
@@ -60,6 +60,15 @@ def _joined(op: Op) -> Iterator[Signature]:
     for dim, (number, size) in enumerate(itertools.pairwise(shape)):
         if number > 1 and op.outputs[0].shape == (*shape[:dim], number * size, *shape[dim + 2 :]):
             yield Signature((S(dim + 1),), (S(dim, sections=(1,) * number),))
+
+
+def _joined_runs(dim: int, sizes: Sequence[int], present: Sequence[Sections]) -> Iterator[Signature]:
+    """The signatures in which runs of `sizes`, each of which may be in sections, are joined along `dim`."""
+    ways = [[(), *(one for one in present if size % sum(one) == 0)] for size in sizes]
+    few = ways if math.prod(map(len, ways)) <= _MOST_WAYS else [[()] for _ in sizes]
+    for way in itertools.product(*few):
+        ends = [size * share // (sum(one) or 1) for size, one in zip(sizes, way) for share in one or (1,)]
+        yield Signature(tuple(S(dim, sections=one) for one in way), (S(dim, sections=_lowest(ends)),))
 
 
 def _apart(op: Op, sections: Sections) -> Iterator[Signature]:

@@ -67,6 +67,12 @@ def known_ops(graph: Graph) -> frozenset[str]:
     return frozenset(known)
 
 
+def is_known(graph: Graph, value: Value) -> bool:
+    """Whether `value` follows from arguments, buffers and constants."""
+    known = graph.once(known_ops)
+    return all(op.name in known for op in graph.ops if value in op.outputs)
+
+
 def known_value(graph: Graph, op: Op, name: str) -> LossCount:
     """The only result of `op`, one of `known_ops`, as an argument called `name`."""
     ops, inputs = _known_before(graph, op, op.outputs)

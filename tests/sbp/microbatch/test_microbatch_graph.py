@@ -294,7 +294,10 @@ REFUSED = {
     "softmax over the batch": (lambda x, w: (x @ w).softmax(0).square().sum(), "softmax"),
     "contrastive": (lambda x, w: ((x @ w) @ (x @ w).T).logsumexp(1).sum(), "matmul|mm|transpose|permute"),
     "norm of a mean": (lambda x, w: (x @ w).mean(0).norm(), "norm"),
-    "targets from parameters": (lambda x, w: F.cross_entropy(x @ w, (x @ w).detach().argmax(1)), "parameter w"),
+    "weights of targets from parameters": (
+        lambda x, w: F.cross_entropy(x @ w, (x @ w).detach().argmax(1), torch.ones(16)),
+        "parameter w",
+    ),
     "cumsum": (lambda x, w: (x @ w).cumsum(0).sum(), "cumsum"),
 }
 

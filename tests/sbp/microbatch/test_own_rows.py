@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.errors import MicrobatchError
+from autopar.errors import AutoparError, MicrobatchError
 from autopar.ir.trace import trace
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from tests.sbp.microbatch.test_microbatch_graph import check
@@ -61,7 +61,8 @@ def asked(model: Own, y: Tensor, places: Tensor) -> Tensor:
 
 def stepped(model: Own, y: Tensor, places: Tensor) -> Tensor:
     steps = [torch.stack([h, h.tanh()]) for h in y.unbind(1)]
-    return torch.cat(steps, 0).flatten(0, 1).square().mean()
+    joined = torch.cat(steps, 0).flatten(0, 1)
+    return joined.square().mean() + torch.cat([y[:, 0], joined, y[:, 1]]).tanh().square().mean()
 
 
 def counted(model: Own, y: Tensor, places: Tensor) -> Tensor:
@@ -73,6 +74,22 @@ def checked(model: Own, y: Tensor, places: Tensor) -> Tensor:
     return F.gaussian_nll_loss(y[..., 0], y[..., 1].detach(), F.softplus(y[..., 2]))
 
 
+def neighbours(model: Own, y: Tensor, places: Tensor) -> Tensor:
+    """Rows of each sample that are near to it, by numbers that count through all samples."""
+    near = torch.cdist(y, y).topk(3, dim=-1, largest=False)[1]
+    flat = (near + torch.arange(len(y)).view(-1, 1, 1) * y.shape[1]).view(-1)
+    around = y.reshape(-1, y.shape[2])[flat].view(*near.shape, -1)
+    most = y.flatten(0, 1)[rows(y) * 6 + y.argmax(1)]
+    return (around - y.unsqueeze(2)).tanh().square().mean() + most.exp().mean()
+
+
+def matched(model: Own, y: Tensor, places: Tensor) -> Tensor:
+    """Targets at the places that a model finds, as detectors have them."""
+    target = torch.full(y.shape[:2], 2)
+    target[rows(y), y[..., 0].topk(2)[1]] = places % 6
+    return F.cross_entropy(y.transpose(1, 2), target)
+
+
 OWN = {
     "several columns of each row": lambda m, y, places: y[rows(y), places].square().mean(),
     "rows spelled out": lambda m, y, places: y[rows(y).expand(-1, 2), places].tanh().mean(),
@@ -81,6 +98,8 @@ OWN = {
     "numbered twice": numbered_twice,
     "asked by parameters": asked,
     "joined steps": stepped,
+    "targets of a matching": matched,
+    "places counted through all": neighbours,
     "numbers of the batch": counted,
     "a branch": checked,
     "zeros like a sample": lambda m, y, places: (y + torch.zeros_like(y[0])).square().mean(),
@@ -90,6 +109,22 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_own_rows(name: str) -> None:
     check(Own(OWN[name]).double(), (torch.randn(8, 6, 8).double(), PLACES), {}, counts=(2, 4))
+
+
+def test_places_that_may_be_of_another_sample_are_refused() -> None:
+    def next_sample(model: Own, y: Tensor, places: Tensor) -> Tensor:
+        return y.flatten(0, 1)[rows(y) * 6 + places].mean()  # of which one is -1
+
+    with pytest.raises(MicrobatchError, match=r"index\.Tensor"):
+        microbatched(trace(Own(next_sample), (torch.randn(8, 6, 8), PLACES), {}), 2)
+
+
+def test_targets_that_parameters_ignore_end_the_step() -> None:
+    def loss(model: Own, y: Tensor, places: Tensor) -> Tensor:
+        return F.cross_entropy(y.transpose(1, 2), y.argmax(2).masked_fill(y[..., 0] > 0, -100))
+
+    with pytest.raises(AutoparError, match=r"test_own_rows.*targets that are ignored"):
+        check(Own(loss).double(), (torch.randn(8, 6, 8).double(), PLACES), {}, counts=(2,))
 
 
 def test_a_branch_that_some_microbatches_cannot_see_is_refused() -> None:
