@@ -14,8 +14,8 @@ from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.groups_in_microbatches import plan_on_groups
-from autopar.planner.layouts.search_meshes import WORTH, make_plan
-from autopar.planner.layouts.tie import fit_error
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.layouts.tie import least_gain
 from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stages
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
@@ -146,10 +146,10 @@ def _binds(plan: Plan | StagedPlan) -> bool:
 def _better(
     whole: Plan | StagedPlan | None, staged: Plan | StagedPlan | None, cluster: Cluster
 ) -> Plan | StagedPlan | None:
-    """The plan in stages if it gains enough, more than the prices' error, else the other; None if there is none."""
+    """The plan in stages if it gains enough (`least_gain`), else the other; None if there is none."""
     if whole is None or staged is None:
         return whole or staged
-    least = max(WORTH, fit_error(cluster)) if isinstance(staged, StagedPlan) else 0.0
+    least = least_gain(cluster) if isinstance(staged, StagedPlan) else 0.0
     return whole if staged.step_s >= (1 - least) * whole.step_s else staged
 
 

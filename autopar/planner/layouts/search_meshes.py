@@ -22,15 +22,13 @@ from autopar.planner.layouts.many_axes import coarse_to_fine, refined
 from autopar.planner.layouts.mesh_shapes import as_used, factorise, most_tensor
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored, solve_mesh
-from autopar.planner.layouts.tie import least_communication
+from autopar.planner.layouts.tie import least_communication, least_gain
 from autopar.planner.problem import Setting
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
 from autopar.units import format_bytes
 
-# Stages and microbatches change the training loop: they are chosen if they gain more than this share of a step.
-WORTH = 0.05
 # The share of a plan's time for its first search; the rest is for further ones, if its plan does not fit.
 _SHARE_OF_FIRST = 0.5
 # The most meshes that are searched for an open mesh.
@@ -72,7 +70,7 @@ def make_plan(
     _check(graph, mesh, cluster, request, budget)
     cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
     fit = Fit[Plan](request.limit_bytes, predict, budget, waiting=[LimitedSearch((request.limit_bytes,))])
-    bound_s, most_s = math.inf, to_beat_s / (1 - WORTH) if isinstance(mesh, Devices) else to_beat_s
+    bound_s, most_s = math.inf, to_beat_s / (1 - least_gain(cluster)) if isinstance(mesh, Devices) else to_beat_s
     with rarely_collected():
         for search in fit.searches():
             is_first, allowed_bytes = not search.number, min(search.allowed_bytes)

@@ -1,5 +1,8 @@
-"""`least_communication`: the choice among plans that prices cannot tell apart, by communication, then simplicity."""
+"""`least_communication`: the choice among plans that prices cannot tell apart, by communication, then simplicity;
+`least_gain`: what stages have to gain.
+"""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,10 +13,22 @@ from autopar.ir.graph import Graph
 from autopar.planner.layouts.search_mesh import Solved
 from autopar.units import format_seconds
 
+# The least and the most that stages may have to gain.
+_WORTH, _MOST_WORTH = 0.05, 0.5
+
 
 def fit_error(cluster: Cluster) -> float:
     """The mean error of the cluster's prices over what was measured, as a share; 0 where it is not known."""
     return cluster.calibration.fit_error if cluster.calibration else 0.0
+
+
+def least_gain(cluster: Cluster) -> float:
+    """The share of a step that stages and microbatches, which change the training loop, have to gain to be chosen.
+
+    A twentieth or, if that is more, the error of the difference between two prices whose errors are those of the fit
+    and independent; at most half.
+    """
+    return min(_MOST_WORTH, max(_WORTH, math.sqrt(2) * fit_error(cluster)))
 
 
 def least_communication(plans: Iterable[Solved], graph: Graph, cluster: Cluster, training: Training) -> Solved:

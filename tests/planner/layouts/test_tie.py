@@ -9,17 +9,19 @@ from autopar.costmodel.cluster.hardware import LinkLevel
 from autopar.costmodel.cluster.measured_terms import Calibration
 from autopar.costmodel.evaluate import evaluate
 from autopar.mesh import Devices
+from autopar.planner.choose import choose_plan
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
 from tests.planner.cases import CPU, MESH, annotated, folded, traced
 
 NAME = "gpt2"
 FAST = replace(CPU, levels=(LinkLevel(0, 1e-6, 2e10),))  # so that the fastest plan communicates much
 
 
-def with_error(fit_error: float):
-    return replace(FAST, calibration=Calibration("2026-01-01", "gloo", fit_error, 2 * fit_error, num_ranks=4))
+def with_error(fit_error: float, cluster=FAST):
+    return replace(cluster, calibration=Calibration("2026-01-01", "gloo", fit_error, 2 * fit_error, num_ranks=4))
 
 
 def communication_s(costs) -> float:
@@ -72,3 +74,13 @@ def test_explain_says_how_old_a_calibration_is_and_how_far_off(age, told):
     origin = Calibration((datetime.now(UTC) - age).isoformat(), "gloo", 0.051, 0.2, num_ranks=4)
     text = make_plan(traced("mlp"), MESH, replace(FAST, calibration=origin)).explain()
     assert f"{told}; fit error 5.1% (worst 20%): plans whose prices are closer than that are a tie" in text
+
+
+@pytest.mark.parametrize(("share", "has_stages"), [(0.95, False), (0.6, True)])
+def test_stages_gain_more_than_the_error_of_a_difference_between_two_prices(share, has_stages):
+    slow = replace(CPU, levels=(LinkLevel(0, 1e-6, 2e8),))
+    staged, whole = (plan(traced(NAME), Devices(4), slow) for plan in (choose_plan, make_plan))
+    gain = 1 - staged.step_s / whole.step_s
+    assert isinstance(staged, StagedPlan) and gain > 0.05
+    plan = choose_plan(traced(NAME), Devices(4), with_error(share * gain, slow))
+    assert isinstance(plan, StagedPlan) == has_stages
