@@ -3,7 +3,7 @@
 A trainer that is given a model wraps it in DistributedDataParallel, unless the model says by such an attribute that it
 is sharded. There is no common protocol, so that each library's own names are answered here, and nowhere else:
 
-- torch: DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore` before it does anything.
+- torch: DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore` before it does anything, Join `join_hook`.
 - transformers: a model whose `is_distributed_loading_by_transformers` is true is trained as it is, and saved by a call
   on every rank. Its Trainer gives the model `num_items_in_batch`, the number of all ranks' items, and multiplies the
   loss by the number of ranks, of which it expects the mean.
@@ -41,6 +41,17 @@ class TrainerAttributes(nn.Module):
             "the model was compiled by autopar, which reduces its gradients itself; DistributedDataParallel, by your"
             " script or by a trainer in it, is expected to be given the model as written for one device. Leave it out,"
             " or tell the trainer that the model is parallel already: docs/trainers.md has the lines for each"
+        )
+
+    @property
+    def join_hook(self) -> Any:
+        if module_of_caller() != "torch.distributed.algorithms.join":
+            own: Any = super()
+            return own.join_hook
+        raise AutoparError(
+            "Join([model]), for ranks whose data ends at different steps, of a model that autopar.compile returned:"
+            " every rank takes part in each of its calls. Leave Join out, and end the loop of every rank after the same"
+            " number of batches, as with DistributedSampler or drop_last=True"
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import autopar
 from autopar.errors import AutoparError
@@ -79,6 +80,18 @@ def own_answer_does_not_hide_that_the_model_is_compiled() -> None:
 def test_a_trainer_is_answered_for_the_compiled_model_not_by_the_models_own(ranks4: Ranks) -> None:
     """transformers' Trainer saved on the first rank alone, which waited for the others."""
     ranks4.run(own_answer_does_not_hide_that_the_model_is_compiled)
+
+
+def join_is_refused() -> None:
+    model = compiled()
+    assert not hasattr(model, "join_hook")  # as anybody else asks
+    with pytest.raises(AutoparError, match=r"Join\(\[model\]\).*same number of batches"):
+        Join([model])
+
+
+def test_join_of_ranks_with_more_and_fewer_batches_is_refused_by_name(ranks4: Ranks) -> None:
+    """It ended in an AttributeError."""
+    ranks4.run(join_is_refused)
 
 
 def stages_are_refused() -> None:
