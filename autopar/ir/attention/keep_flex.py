@@ -188,7 +188,8 @@ def block_mask(given: SimpleNamespace) -> BlockMask:
     padded = F.pad(is_seen, (0, blocks[1] * size[1] - lengths[1], 0, blocks[0] * size[0] - lengths[0]))
     num_seen = padded.view(*leading, blocks[0], size[0], blocks[1], size[1]).sum((3, 5))
     is_full = num_seen == size[0] * size[1]
-    kinds = ((num_seen > 0) & ~is_full, is_full) if given.separate_full_blocks else (num_seen > 0, None)
+    separates = getattr(given, "separate_full_blocks", True)  # from torch 2.13 on
+    kinds = ((num_seen > 0) & ~is_full, is_full) if separates else (num_seen > 0, None)
     by_queries = [each for kind in kinds for each in _ordered(kind)]
     by_keys = [each for kind in kinds for each in _ordered(None if kind is None else kind.mT)]
     tensors: dict[str, Any] = dict(zip(_TENSORS, (*by_queries, *by_keys)))

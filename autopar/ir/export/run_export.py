@@ -26,7 +26,7 @@ from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues
-from autopar.ir.guards.read_indices import with_read_indices
+from autopar.ir.guards.read_indices import indices_read, with_read_indices
 from autopar.ir.inference.kv_caches import caches_numbered, check_caches
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.ir.loops.guess_steps import steps_guessed
@@ -119,7 +119,11 @@ def _checked_export(
 ) -> ExportedProgram:
     try:
         with rows:
-            program = _export(model, args, kwargs, dynamic) if record is None else record(model, args, kwargs)
+            if record is None:
+                with indices_read():
+                    program = _export(model, args, kwargs, dynamic)
+            else:
+                program = record(model, args, kwargs)
         rows.check()
     except GuardOnDataDependentSymNode as error:
         raise TraceError(_data_dependent(error)) from None

@@ -16,14 +16,15 @@ from autopar.errors import is_pythons, is_users
 
 TRANSFORMS = "transforms of torch.func in the model are not supported: write the batched computation out"
 _TRANSFORMING = {("_functorch", "vmap.py"), ("_functorch", "eager_transforms.py")}
+_WITHOUT_CONTENTS = (
+    "on the meta device, tensor attributes and tensors that the forward makes have no contents:"
+    " register them as buffers"
+)
 _OF_ERRORS = {
     "DataDependentOutputException": (
         "the op looks at the values of a tensor, which a plan cannot: write it by ops that do not"
     ),
-    "FakeTensorDeviceMismatchError": (
-        "on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as"
-        " buffers"
-    ),
+    "FakeTensorDeviceMismatchError": _WITHOUT_CONTENTS,
 }
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -131,6 +132,7 @@ COMMUNICATES = (
     " sync_codebook=False, or call it around the model"
 )
 _OF_WORDS = {  # of torch's message
+    "Unhandled FakeTensor Device Propagation": _WITHOUT_CONTENTS,  # a RuntimeError until torch 2.12
     ".numpy() is not supported": (
         "what NumPy computes is not recorded: compute it by torch, or outside, and hand it in as an argument"
     ),

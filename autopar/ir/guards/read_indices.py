@@ -5,15 +5,60 @@ tensor instead, which takes any, and raises the same error for one that is out o
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import EllipsisType
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 
 from autopar.ir.export.inplace_ops import written_arguments
 from autopar.torch_compat import FakeTensor, OpOverload
 
 _SELECT = "aten.select.int"
 _READS = ("aten.item.default", "aten._local_scalar_dense.default")
+_ALL = slice(None)
+
+
+def indices_read() -> AbstractContextManager[Any]:
+    """A context in which a tensor without dims as an index is read by an op, as torch.export does from 2.13 on."""
+    return nullcontext() if TorchVersion(torch.__version__) >= "2.13" else _IndicesRead()
+
+
+class _IndicesRead(TorchFunctionMode):
+    """Until 2.12 torch reads such an index where no op is recorded, which fixes its number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_number, items)) and not any(map(_is_other_tensor, items)):
+                return _selected(args[0], items)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_number(item: Any) -> bool:
+    is_tensor = isinstance(item, torch.Tensor) and item.ndim == 0 and item.dtype != torch.uint8  # which is a mask
+    return is_tensor and item.dtype != torch.bool and not item.is_floating_point() and not item.is_complex()
+
+
+def _is_other_tensor(item: Any) -> bool:
+    """Whether the item is a tensor, mask or list, beside which numbers are repeated, and select no dim of their own."""
+    plain = isinstance(item, int | torch.SymInt | slice | EllipsisType | None) and not isinstance(item, bool)
+    return not plain and not _is_number(item)
+
+
+def _selected(x: torch.Tensor, items: tuple[Any, ...]) -> torch.Tensor:
+    """`x[items]`, of which those that are tensors are selected last."""
+    others = tuple(_ALL if _is_number(item) else item for item in items)
+    result = x if all(item is _ALL for item in others) else x[others]
+    rest = x.ndim - sum(item is not None and item is not Ellipsis for item in items)
+    dims = [rest if item is Ellipsis else int(not isinstance(item, int | torch.SymInt)) for item in items]
+    for place in reversed(range(len(items))):
+        if _is_number(items[place]):
+            result = torch.select(result, sum(dims[:place]), items[place].item())
+    return result
 
 
 def with_read_indices(module: GraphModule) -> None:

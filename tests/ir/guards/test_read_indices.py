@@ -55,6 +55,23 @@ def test_any_index_is_read(i: int) -> None:
     assert state["at"] == 4
 
 
+class Beside(nn.Module):
+    """An index beside others of each kind."""
+
+    def forward(self, x: Tensor, i: Tensor, rows: Tensor) -> list[Tensor]:
+        z = x[None].sin()
+        plain = [z[..., i], z[:, 1:, i], z[0, ..., i, None], z[i - i, :, i], z[:, i, None, -1], z[None, ..., i, :]]
+        return [*plain, z[0, rows] * z[0, i]]
+
+
+def test_an_index_beside_others_is_as_in_eager() -> None:
+    rows = torch.tensor([2, 0])
+    graph = trace(Beside(), (X, torch.tensor(1), rows), {})
+    for i in (torch.tensor(0), torch.tensor(2)):
+        given = {item.value.name: {"x": X, "i": i, "rows": rows}[item.fqn] for item in graph.inputs}
+        torch.testing.assert_close(run(graph, given)[0], Beside()(X, i, rows))
+
+
 def test_an_index_out_of_range_is_an_error() -> None:
     model = Reads()
     graph = trace(model, (X, torch.tensor(1)), {})
