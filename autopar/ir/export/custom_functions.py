@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
 from autopar.ir.export.fake_device import fake_like
+from autopar.ir.export.source_lines import COMMUNICATES
 from autopar.ir.function_ops import MADE_OF_NUMBERS, TENSOR, Application, is_constant, target_of
 from autopar.ir.graph import resolve
 from autopar.torch_compat import (
@@ -74,6 +75,8 @@ def _without_checkpoint(function: Callable[..., Any], preserves_rng: bool, *args
 
 def _applied(original: FunctionApply, cls: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     name = cls.__qualname__
+    if cls.__module__ == "torch.distributed.nn.functional":  # torch 2.12 and newer refuse it themselves
+        raise TraceError(COMMUNICATES)
     for position, arg in enumerate(args):
         if not isinstance(arg, torch.Tensor) and not is_constant(arg):
             raise TraceError(
