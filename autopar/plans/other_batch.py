@@ -17,7 +17,7 @@ from autopar.plans.staged_plan import StagedPlan, stage_graphs
 from autopar.plans.validate import check_crossing
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.microbatch.microbatch_graph import microbatch_counts
-from autopar.sbp.microbatch.split_batch import batch_size
+from autopar.sbp.microbatch.split_batch import num_samples
 from autopar.schedule.orders import Schedule, can_run, num_in_flight, num_waiting
 
 # How many numbers of microbatches are tried: those of microbatches that are not larger than planned, and larger ones.
@@ -44,7 +44,7 @@ def of_other_batch(plan: StagedPlan, graph: Graph) -> StagedPlan:
                 reason = error
     if not made:
         raise MicrobatchError(
-            f"a batch of {batch_size(graph)} cannot run in the stages that were planned for {batch_size(plan.graph)}:"
+            f"a batch of {num_samples(graph)} cannot run in the stages that were planned for {num_samples(plan.graph)}:"
             f" leave a short last batch out (drop_last=True of a DataLoader), or pad it; {reason}"
         ) from reason
     return min(made, key=lambda one: (not _takes_no_more(one, plan), one.step_s))
@@ -66,7 +66,7 @@ def _shapes(graph: Graph) -> list[tuple[int, ...]]:
 
 def _counts(plan: StagedPlan, graph: Graph) -> list[int]:
     """The numbers of microbatches to try, first those whose microbatches are as large as planned or nearly so."""
-    rows, planned = batch_size(graph), batch_size(plan.graph) / plan.schedule.num_microbatches
+    rows, planned = num_samples(graph), num_samples(plan.graph) / plan.schedule.num_microbatches
     possible = microbatch_counts(loss_only(graph)) or (1,)  # of no rows
     smaller = [count for count in possible if rows <= planned * count]
     larger = [count for count in reversed(possible) if rows > planned * count]

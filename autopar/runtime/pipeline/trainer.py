@@ -39,6 +39,7 @@ from autopar.sbp.convert import move
 from autopar.sbp.in_flight import timed
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 from autopar.sbp.placement import I, Layout
+from autopar.sbp.uneven.dim_parts import DimParts
 
 
 def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
@@ -239,7 +240,8 @@ class Trainer:
         placement = self.micro.placements.get(name)
         if placement is None or not placement.is_split:
             return x
-        return x.chunk(self.micro.num_microbatches, placement.dim)[number]
+        parts = DimParts(placement.dim, sections=placement.sections)
+        return parts.of_whole(x, number, self.micro.num_microbatches)
 
     def _tied_here(self) -> dict[str, DTensor]:
         here = 0 if self.group is None else dist.get_rank(self.group)

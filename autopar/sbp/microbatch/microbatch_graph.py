@@ -7,7 +7,7 @@ when backward runs once for each microbatch.
 A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides
 by their number in the whole batch, which is an argument of the graph: the loss is the sum of its tokens' terms times 1
 / that number. So is what follows from arguments and buffers alone and is read whole, as `w.sum()` of a masked mean
-`(loss * w).sum() / w.sum()`.
+`(loss * w).sum() / w.sum()`, or what rows alone do not give, as `x[order]`, of which each microbatch has a slice.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,22 @@ from autopar.ir.guards.guard_ops import GUARDED
 from autopar.ir.op_facts import is_random
 from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
-from autopar.sbp.microbatch.split_batch import KNOWN, KNOWN_REDUCTION, BatchSplit, batch_size, is_share, split_batch
+from autopar.sbp.microbatch.split_batch import (
+    KNOWN,
+    KNOWN_REDUCTION,
+    KNOWN_ROWS,
+    BatchSplit,
+    is_share,
+    num_samples,
+    split_samples,
+)
 from autopar.sbp.microbatch.token_count import LossCount, is_known, known_value, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
 from autopar.sbp.rules._by_name import argument_names, optional_tensor, tensor_of
 from autopar.sbp.rules.loss import SUM
 from autopar.sbp.signature import Strategy
 
-KNOWN_ROLES = (KNOWN, KNOWN_REDUCTION)
+KNOWN_ROLES = (KNOWN, KNOWN_REDUCTION, KNOWN_ROWS)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
         return Microbatched(graph, 1, {value.name: I for value in values})
     made = graph.once(_made)
     if num_microbatches not in made:
-        split = graph.once(split_batch)
+        split = graph.once(split_samples)
         _check_count(graph, split, num_microbatches)
         writing = _Writing(graph, split, num_microbatches)
         for op in graph.ops:
@@ -81,7 +89,7 @@ def _made(_: Graph) -> dict[int, Microbatched]:
 def microbatch_counts(graph: Graph) -> tuple[int, ...]:
     """The possible numbers of microbatches of `graph`, ascending; (1,) if its batch cannot be split."""
     try:
-        granularity = graph.once(split_batch).granularity
+        granularity = graph.once(split_samples).granularity
     except MicrobatchError:
         return (1,)
     return tuple(count for count in range(1, granularity + 1) if granularity % count == 0)
@@ -98,7 +106,7 @@ def _check_count(graph: Graph, split: BatchSplit, count: int) -> None:
         }
     )
     raise MicrobatchError(
-        f"a batch of {batch_size(graph)} cannot be cut in {count} equal microbatches; the nearest numbers that divide"
+        f"a batch of {num_samples(graph)} cannot be cut in {count} equal microbatches; the nearest numbers that divide"
         f" all that is split with it: {', '.join(map(str, near))}"
     )
 
@@ -115,6 +123,7 @@ class _Writing:
         self.counts: list[LossCount] = []
         self.alike: list[str] = []
         self.added: dict[str, str] = {}
+        self.placed: dict[str, Placement] = {}  # of values that are known before, where each microbatch has a slice
 
     def _local(self, value: Value) -> Value:
         return replace(value, shape=local_shape(value.shape, (self.split.placements[value.name],), (self.count,)))
@@ -129,6 +138,9 @@ class _Writing:
     def add(self, op: Op) -> None:
         """Write `op` with the local arguments of a microbatch."""
         signature = self.split.signatures[op.name]
+        if signature.role in KNOWN_ROLES:
+            self._add_known(op)
+            return
         operands = [
             self._share(v, op) if is_share(op, signature, i, self.split.placements) else v
             for i, v in enumerate(op.inputs)
@@ -136,8 +148,7 @@ class _Writing:
         inputs = tuple(self.values[value.name] for value in operands)
         if signature.role == INVERSE:
             inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
-        of_term = replace(signature, outputs=(P,), role="") if signature.role in KNOWN_ROLES else signature
-        args, kwargs = localize(op, Strategy((of_term,)), (self.count,))
+        args, kwargs = localize(op, Strategy((signature,)), (self.count,))
         outputs = tuple(map(self._local, op.outputs))
         self.values.update((value.name, value) for value in outputs)
         local = replace(op, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
@@ -146,8 +157,6 @@ class _Writing:
         if signature.role == "tokens" and not _has_probabilities(op):
             is_counted = optional_tensor(op, "weight") is not None or is_known(self.graph, tensor_of(op, "target"))
             self._add_counted(local) if is_counted else self._add_guarded(local)
-        elif signature.role in KNOWN_ROLES:
-            self._add_known(op, local)
         elif signature.role and signature.role != INVERSE:
             self._add_averaged(local)
         else:
@@ -174,13 +183,18 @@ class _Writing:
             self.added[name] = origin.name
         self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
 
-    def _add_known(self, op: Op, local: Op) -> None:
-        """Write `local`, whose term nothing reads, since every op has its place; its readers have the whole value."""
-        count = known_value(self.graph, op, self._unique(f"{op.outputs[0].name}_of_all"))
-        self.counts.append(count)
-        self.added[count.input.value.name] = op.name
-        self.ops.append(local)
-        self.values[op.outputs[0].name] = count.input.value
+    def _add_known(self, op: Op) -> None:
+        """Write `op`, whose result is there before the microbatches, as a view of it: every op has its place."""
+        (output,) = op.outputs
+        known = known_value(self.graph, op, self._unique(f"{output.name}_of_all"))
+        local = self._local(output)
+        given = replace(known.input, value=replace(local, name=known.input.value.name))
+        self.counts.append(replace(known, input=given))
+        self.added[given.value.name] = op.name
+        self.placed[given.value.name] = self.split.placements[output.name]
+        self.values[output.name] = local
+        view = replace(op, target="aten.alias.default", args=(Slot(0),), kwargs=(), inputs=(given.value,))
+        self.ops.append(replace(view, outputs=(local,)))
 
     def _add_averaged(self, op: Op) -> None:
         """Write a mean over equal parts: the mean of this part / the number of parts."""
@@ -236,7 +250,7 @@ class _Writing:
         inputs = tuple(replace(item, value=self.values[item.value.name]) for item in self.graph.inputs)
         placements = {item.value.name: self._placement(item.value) for item in inputs}
         placements |= {value.name: self._placement(value) for value in outputs if isinstance(value, Value)}
-        placements |= {count.input.value.name: I for count in self.counts}
+        placements |= {count.input.value.name: self.placed.get(count.input.value.name, I) for count in self.counts}
         inputs += tuple(count.input for count in self.counts)
         graph = replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs)
         return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)

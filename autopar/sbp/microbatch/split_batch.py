@@ -9,7 +9,8 @@ only needs no communication: from a value that is the same in all to a term of i
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,9 +30,11 @@ from autopar.sbp.signature import Signature
 
 KNOWN = "known"  # of an op whose result, of the whole batch, is computed before the microbatches
 KNOWN_REDUCTION = "known reduction"  # the same of a result that no parts add up to, as the largest number
+KNOWN_ROWS = "known rows"  # the same of a result that a part of the batch does not give, as `x[order]`
 # Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
 # Every other role needs values of other microbatches.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE, KNOWN_REDUCTION))
+_MICROBATCH_ROLES = ALLOWED_ROLES | {KNOWN_ROWS}
 BATCH_STATISTICS = "batch"
 _REASONS = {
     BATCH_STATISTICS: (
@@ -39,6 +42,8 @@ _REASONS = {
         " are not"
     )
 }
+
+_MOST_OTHERS = 6  # of each kind, ways to say which arguments are the batch
 
 Domains = dict[str, frozenset[Placement]]
 
@@ -56,17 +61,62 @@ class BatchSplit:
 
 
 def split_batch(graph: Graph, roles: frozenset[str] = ALLOWED_ROLES) -> BatchSplit:
-    """The split of `graph` that follows from splitting the arguments whose dim 0 is the batch.
+    """The split of `graph` that follows from splitting the arguments as long as the first one that has a dim 0.
 
-    The batch is dim 0 of the first tensor argument that has one. MicrobatchError names the first op that needs the
-    whole batch. `roles` that ops may have: with BATCH_STATISTICS, batch norm has its own, and writes buffers.
+    MicrobatchError names the first op that needs the whole batch. `roles` that ops may have: with BATCH_STATISTICS,
+    batch norm has its own, and writes buffers.
     """
-    batch = batch_size(graph)
+    return _split_of(graph, _batches(graph)[0], roles)
+
+
+def split_samples(graph: Graph) -> BatchSplit:
+    """The split of `graph` in microbatches: `split_batch` with what is known before them, or, where that is refused,
+    that of arguments of another length, or without one that all samples share. MicrobatchError is that of the first.
+    """
+    first, *others = _batches(graph)
+    try:
+        return _split_of(graph, first, _MICROBATCH_ROLES)
+    except MicrobatchError:
+        for batch in others if not graph.mutations else ():
+            with suppress(MicrobatchError):
+                split = _split_of(graph, batch, _MICROBATCH_ROLES)
+                if _is_mostly_split(graph, split):
+                    return split
+        raise
+
+
+def _batches(graph: Graph) -> list[frozenset[str]]:
+    """The arguments that may be the rows of the batch, most likely first: those as long as the first, the same without
+    one of them, those of another length.
+    """
+    lengths: dict[int, list[str]] = {batch_size(graph): []}
+    for item in graph.of_kind("argument"):
+        if item.value.shape:
+            lengths.setdefault(item.value.shape[0], []).append(item.value.name)
+    alike = [frozenset(names) for names in lengths.values()]
+    without = [alike[0] - {name} for name in sorted(alike[0])] if len(alike[0]) > 1 else []
+    return [alike[0], *without[:_MOST_OTHERS], *alike[1:][:_MOST_OTHERS]]
+
+
+def _is_mostly_split(graph: Graph, split: BatchSplit) -> bool:
+    """Whether microbatches compute parts or terms of most that has a gradient, rather than each the whole."""
+    made = [value for op in graph.ops for value in op.outputs if value.needs_grad]
+    parts = [value for value in made if split.placements[value.name] != R]
+    return sum(math.prod(value.shape) for value in made) <= 2 * sum(math.prod(value.shape) for value in parts)
+
+
+def _split_of(graph: Graph, batch: frozenset[str], roles: frozenset[str]) -> BatchSplit:
+    """The split of `graph` where the arguments `batch` are the rows of the batch."""
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
     routed, known, checks, fitting = routed_signatures(graph), known_ops(graph), own_checks(graph), cache(_fitting)
+    constants = {item.value.name for item in graph.of_kind("constant")}
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         reads = tuple(map(op.inputs.index, op.inputs))
+        present = {one.sections for value in op.inputs for one in domains[value.name] if one.sections}
+        for value in op.inputs if present else ():
+            if value.name in constants:
+                domains[value.name] |= {s for one in present for s in _sections_of(value, one)}
         of_inputs = tuple(domains[value.name] for value in op.inputs)
         whole = "" if op.name in checks else KNOWN if op.name in known else None
         found = fitting(op.nameless, reads, routed.get(op.name, ()), of_inputs, whole, roles)
@@ -104,6 +154,16 @@ def batch_size(graph: Graph) -> int:
     raise MicrobatchError("no argument of the model has a dim 0 to split into microbatches; use one microbatch")
 
 
+def num_samples(graph: Graph) -> int:
+    """The size of the batch that microbatches split, or else could not."""
+    try:
+        placements = graph.once(split_samples).placements
+    except MicrobatchError:
+        return batch_size(graph)
+    arguments = [item.value for item in graph.of_kind("argument")]
+    return next((x.shape[0] for x in arguments if placements[x.name].is_split), 0) or batch_size(graph)
+
+
 def is_share(op: Op, signature: Signature, slot: int, placements: Mapping[str, Placement]) -> bool:
     """Whether `op` reads its input `slot`, which is the same in all microbatches, as a term."""
     return signature.inputs[slot] == P and placements[op.inputs[slot].name] != P
@@ -113,12 +173,22 @@ def _whole(value: Value) -> Placement:
     return R if value.needs_grad else I
 
 
-def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
+def _sections_of(value: Value, sections: tuple[int, ...]) -> Iterator[Placement]:
+    """The placements in which a constant has its dims in `sections`."""
+    units = sum(sections)
+    yield from (S(dim, sections=sections) for dim, size in enumerate(value.shape) if size > units and size % units == 0)
+
+
+def _input_domain(item: Input, batch: frozenset[str]) -> frozenset[Placement]:
     value = item.value
     if item.kind == "argument":
-        return frozenset((S(0) if value.shape[:1] == (batch,) else _whole(value),))
-    dims = range(len(value.shape)) if item.kind == "constant" else ()
-    return frozenset((_whole(value), *(S(dim) for dim in dims if value.shape[dim] > 1)))
+        return frozenset((S(0) if value.name in batch else _whole(value),))
+    return frozenset((_whole(value), *(_splits(value) if item.kind == "constant" else ())))
+
+
+def _splits(value: Value) -> tuple[Placement, ...]:
+    """The placements in which microbatches take slices of a `value` that is there before them."""
+    return tuple(S(dim) for dim, size in enumerate(value.shape) if size > 1)
 
 
 def _possible(
@@ -177,12 +247,25 @@ def _fitting(
     signatures = tuple(found for found in possible if _fits(op, found, domains))
     if whole is not None and len(op.outputs) == 1:
         terms = [found for found in signatures if found.outputs == (P,)]
-        if not signatures and op.target in REDUCTIONS and (whole != KNOWN or KNOWN_REDUCTION in roles):
-            role = whole and KNOWN_REDUCTION
-            signatures = tuple(Signature(inputs, (I,), role) for inputs in itertools.product(*domains))
+        if not signatures:
+            signatures = tuple(_of_all(op, domains, whole, roles))
         signatures += tuple(Signature(found.inputs, (I,), whole, found.num_units) for found in terms)
     outputs = zip(*(signature.outputs for signature in signatures))
     return _Fitting(signatures, tuple(map(frozenset, outputs)))
+
+
+def _of_all(
+    op: Op, domains: tuple[frozenset[Placement], ...], whole: str, roles: frozenset[str]
+) -> Iterator[Signature]:
+    """The signatures of an `op` for the result of the whole batch, which its parts do not give; as `_fitting`."""
+    if whole == KNOWN and KNOWN_ROWS in roles:
+        role, placements = KNOWN_ROWS, (I, *_splits(op.outputs[0]))
+    elif op.target in REDUCTIONS and (whole != KNOWN or KNOWN_REDUCTION in roles):
+        role, placements = whole and KNOWN_REDUCTION, (I,)
+    else:
+        return
+    for inputs in itertools.product(*domains):
+        yield from (Signature(inputs, (placement,), role) for placement in placements)
 
 
 def _fits(op: Op, signature: Signature, domains: Iterable[frozenset[Placement]]) -> bool:
@@ -295,11 +378,8 @@ def _revise(op: Op, possible: dict[str, tuple[Signature, ...]], domains: Domains
 
 def _granularity(graph: Graph, chosen: Mapping[str, Signature], placements: Mapping[str, Placement]) -> int:
     """The greatest common divisor of the sizes of all split dims."""
-    extents = [
-        item.value.shape[placements[item.value.name].dim]
-        for item in graph.inputs
-        if placements[item.value.name].is_split
-    ]
+    inputs = [(item.value, placements[item.value.name]) for item in graph.inputs]
+    extents = [value.shape[one.dim] // share_of_sections(one) for value, one in inputs if one.is_split]
     for op in graph.ops:
         signature = chosen[op.name]
         placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)

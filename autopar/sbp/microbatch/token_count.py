@@ -18,7 +18,7 @@ from autopar.sbp.rules._by_name import optional_tensor, tensor_of
 
 @dataclass(frozen=True)
 class LossCount:
-    """An argument `input` of a microbatch's graph, the same in all, and the `graph` that computes it.
+    """An argument `input` of a microbatch's graph, the same in all or a slice, and the `graph` that computes the whole.
 
     The only output of `graph`, from the whole batch's arguments, buffers and constants, is 1 / the number of tokens
     that are not ignored, or 1 / the sum of their classes' weights, or the value of an op of the whole graph.

@@ -9,7 +9,11 @@ from autopar.sbp.placement import P
 
 
 def slice_of(tensor, placement, count, index):
-    return tensor.chunk(count, placement.dim)[index] if placement.is_split else tensor
+    if not placement.is_split:
+        return tensor
+    units = tensor.shape[placement.dim] // (sum(placement.sections) or 1)
+    sections = tensor.split([units * size for size in placement.sections or (1,)], placement.dim)
+    return torch.cat([one.chunk(count, placement.dim)[index] for one in sections], placement.dim)
 
 
 def step(micro, inputs):

@@ -43,6 +43,7 @@ LOSSES = {
     "slices": lambda scores, n: preference(scores[:n], scores[n:]),
     "view": lambda scores, n: preference(*scores.view(2, n)),
     "neighbours, half of them of each": lambda scores, n: preference(*scores.view(n, 2).unbind(1)),
+    "numbered": lambda scores, n: (scores * torch.arange(2 * n)).mean(),
     "all of them too": lambda scores, n: preference(*scores.chunk(2)) + scores.square().mean(),
 }
 
@@ -66,7 +67,6 @@ def test_three_of_a_kind_are_too() -> None:
     [
         lambda scores, n: scores,  # the rows of all microbatches in their order are others
         lambda scores, n: preference(scores[: n // 2], scores[n // 2 : n]),
-        lambda scores, n: (scores * torch.arange(2 * n)).mean(),  # a constant of each row
         lambda scores, n: scores.cumsum(0).mean(),
     ],
 )
@@ -75,3 +75,17 @@ def test_what_reads_rows_by_their_place_is_refused(loss: Callable[[Tensor, int],
     assert microbatch_counts(graph) == (1,)
     with pytest.raises(MicrobatchError, match=r"use one microbatch|cannot be cut in 2"):
         microbatched(graph, 2)
+
+
+def test_zeros_for_each_of_a_pair_are_cut_as_the_pair() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.head = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, better: Tensor, worse: Tensor) -> Tensor:
+            scores = self.head(self.rnn(torch.cat([better, worse]))[0][:, -1])
+            return preference(*scores.chunk(2))
+
+    check(Recurrent().double(), (torch.randn(8, 3, 6).double(), torch.randn(8, 3, 6).double()), {}, counts=(2, 4))
