@@ -12,8 +12,8 @@ from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
 from autopar.planner.pipeline.hand_points import Model, profiled
 from autopar.planner.pipeline.partition import Blocks
-from autopar.planner.pipeline.stage_times import time_of
-from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.planner.pipeline.stage_times import as_run, time_of
+from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.stages_by_hand import cut_blocks
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule, can_run

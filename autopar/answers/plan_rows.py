@@ -55,11 +55,12 @@ def _ops(plan: Plan, stage: int, numbers: Counter[tuple[str, str]]) -> Iterator[
     again, issued = region_of_ops(plan.assignment.recomputed), _by_owner(plan)
     offloaded, num = region_of_ops(plan.assignment.offloaded), plan.costs.num_microbatches
     priced: dict = {}
+    is_split = plan.training.num_waiting > 0
     for op in plan.graph.ops:
         strategy = plan.assignment.strategies[op.name]
         call = call_key(op), id(strategy)
         if call not in priced:
-            priced[call] = op_cost(op, strategy, plan.mesh.shape, plan.cluster)
+            priced[call] = op_cost(op, strategy, plan.mesh.shape, plan.cluster, is_split=is_split)
         cost, name = priced[call], (op.module, family(op.target))
         seconds = num * (cost.forward_s * (1 + (op.name in again)) + cost.backward_s)
         signatures = zip(plan.mesh.axis_names, strategy.signatures)

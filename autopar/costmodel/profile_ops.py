@@ -8,7 +8,7 @@ import numpy as np
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.memory import input_bytes, input_update_s, local_bytes, memory_layout
-from autopar.costmodel.roofline import weight_share
+from autopar.costmodel.roofline import local_shapes, splitting_s, weight_share
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -17,7 +17,8 @@ from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, produced_layouts
 
-_BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "collective_s", "saved_bytes", "waiting_bytes")
+_SECONDS = "forward_s", "backward_s", "weight_s", "splitting_s", "regathering_s", "collective_s"
+_BY_OP = *_SECONDS, "saved_bytes", "waiting_bytes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +35,19 @@ class Profile:
     """The costs of an assignment by op, f64[ops] each.
 
     `forward_s`, `backward_s`: of one microbatch, collectives included. `weight_s`: the part of backward for weight
-    gradients, which zero-bubble schedules put off. `split_s`: seconds of gathering parameters twice in a split
-    backward. `collective_s`: the part of both passes in collectives. `once_s`: gathers, gradient reductions and updates
-    of parameters, once a step, at their only reader. `state_bytes`: parameters, gradients, optimizer state and gathered
-    copies, at the only reader too, and the largest transient. `saved_bytes`: saved for the backward of a microbatch.
-    `waiting_bytes`: kept while only weight gradients are to be computed. `crossing_bytes`: of the values made before
-    the op and read by it or later.
+    gradients, which zero-bubble schedules put off. A backward in two parts takes longer by `splitting_s`, for weight
+    gradients, and `regathering_s`, of parameters. `collective_s`: the part of both passes in collectives. `once_s`:
+    gathers, gradient reductions and updates of parameters, once a step, at their only reader. `state_bytes`:
+    parameters, gradients, optimizer state and gathered copies, at the only reader too, and the largest transient.
+    `saved_bytes`: saved for the backward of a microbatch. `waiting_bytes`: kept while only weight gradients are to be
+    computed. `crossing_bytes`: of the values made before the op and read by it or later.
     """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
-    split_s: np.ndarray
+    splitting_s: np.ndarray
+    regathering_s: np.ndarray
     collective_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray
@@ -68,7 +70,8 @@ def profile(
     number = {op.name: position for position, op in enumerate(graph.ops)}
     columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}
     for position, op in enumerate(graph.ops):
-        cost = step.ops[op.name]
+        cost, shapes = step.ops[op.name], local_shapes(op, assignment.strategies[op.name], mesh.shape)
+        columns["splitting_s"][position] += splitting_s(op, *shapes, cluster)
         columns["forward_s"][position] += cost.forward_s
         columns["backward_s"][position] += cost.backward_s
         columns["weight_s"][position] += cost.backward_s * weight_share(op)
@@ -104,7 +107,7 @@ def _times(cost: ConversionCost, mesh: Mesh, cluster: Cluster) -> dict[str, floa
     for collective in cost.collectives:
         times[collective.phase] += cost.time_s(collective, mesh, cluster)
     again_s = sum(cost.time_s(collective, mesh, cluster) for collective in cost.runs.num_again * cost.again)
-    return {"forward": times["forward"], "backward": times["backward"] + again_s, "split": again_s}
+    return {"forward": times["forward"], "backward": times["backward"] + again_s, "regathering": again_s}
 
 
 def _of_inputs(

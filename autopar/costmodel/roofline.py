@@ -285,8 +285,10 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
     return product.backward_ratio or float(sum(value.needs_grad for value in product.operands(op)))
 
 
-def weight_gradients_s(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of backward for the gradients of weights."""
+def weight_gradients_s(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, is_split: bool = False
+) -> float:
+    """Seconds of backward for the gradients of weights, with those that splitting it takes if it `is_split`."""
     known: dict[tuple[int, int], float] = {}  # of a call and a strategy, which are kept as long as graph and assignment
 
     def of(op: Op) -> float:
@@ -295,9 +297,29 @@ def weight_gradients_s(graph: Graph, assignment: Assignment, mesh: Mesh, cluster
         if key not in known:
             share = weight_share(op)
             known[key] = share * op_time(op, strategy, mesh.shape, cluster)[1] if share else 0.0
+            if is_split:
+                known[key] += splitting_s(op, *local_shapes(op, strategy, mesh.shape), cluster)
         return known[key]
 
     return sum(map(of, graph.ops))
+
+
+# Fixed costs of kernels that a backward in two parts takes at each op that reads a weight and an activation: autograd
+# is called for it once more (`runtime.pipeline.split_backward`). Measured on a CPU, where a kernel's is 25 us: 80 to
+# 160 us for linear layers and norms of 256.
+_CALLS = 4
+
+
+def splitting_s(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> float:
+    """Seconds by which backward of a layer on these local shapes is longer in two parts, for its input and its weight.
+
+    A norm goes over all of its tensors each time.
+    """
+    is_norm = facts_of(op.target).is_norm and sum(value.needs_grad for value in op.inputs) > 1
+    if not is_norm and not 0 < weight_share(op) < 1:
+        return 0.0
+    again_s = shapes_time(op, inputs, outputs, cluster)[1] if is_norm else 0.0
+    return _CALLS * cluster.kernel_s + again_s
 
 
 def weight_share(op: Op) -> float:

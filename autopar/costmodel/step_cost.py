@@ -15,7 +15,7 @@ from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.conversion_cost import Transition, kept_bytes
 from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import saved_by_op, waiting_bytes
-from autopar.costmodel.roofline import local_shapes, shapes_time
+from autopar.costmodel.roofline import local_shapes, shapes_time, splitting_s
 from autopar.costmodel.training import Training
 from autopar.ir.gradients.observed_footprint import Footprint
 from autopar.ir.graph import Graph, Op
@@ -133,7 +133,7 @@ def step_cost(sampled: Sampled, assignment: Assignment, mesh: Mesh, cluster: Clu
         shapes = local_shapes(ops[name], assignment.strategies[name], mesh.shape)
         transients[name] = share * transient_bytes(ops[name], *shapes, parameters)
     return StepCost(
-        _op_costs(graph, assignment, mesh, cluster),
+        _op_costs(graph, assignment, mesh, cluster, is_split=training.num_waiting > 0),
         _conversion_costs(graph, assignment, mesh, training, saved),
         saved,
         known,
@@ -142,15 +142,20 @@ def step_cost(sampled: Sampled, assignment: Assignment, mesh: Mesh, cluster: Clu
     )
 
 
-def _op_costs(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> dict[str, OpCost]:
-    """Name of each op -> cost; equal calls with one strategy, as in the copies of a block, are priced once."""
+def _op_costs(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, is_split: bool
+) -> dict[str, OpCost]:
+    """Name of each op -> cost, with backward in two parts if it `is_split`.
+
+    Equal calls with one strategy, as in the copies of a block, are priced once.
+    """
     priced: dict[Hashable, OpCost] = {}
     costs = {}
     for op in graph.ops:
         strategy = assignment.strategies[op.name]
         key = id(op.nameless), id(strategy)
         if key not in priced:
-            priced[key] = op_cost(op.nameless, strategy, mesh.shape, cluster)
+            priced[key] = op_cost(op.nameless, strategy, mesh.shape, cluster, is_split=is_split)
         costs[op.name] = priced[key]
     return costs
 
@@ -180,11 +185,15 @@ def _conversion_costs(
 
 
 @lru_cache(maxsize=2**14)
-def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> OpCost:
-    """The cost of `op` under `strategy`."""
+def op_cost(
+    op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster, *, is_split: bool = False
+) -> OpCost:
+    """The cost of `op` under `strategy`, with backward in two parts if it `is_split`."""
     inputs, outputs = local_shapes(op, strategy, mesh_shape)
+    forward_s, backward_s = shapes_time(op, inputs, outputs, cluster)
     return OpCost(
-        *shapes_time(op, inputs, outputs, cluster),
+        forward_s,
+        backward_s + (splitting_s(op, inputs, outputs, cluster) if is_split else 0.0),
         saved_by_op(op, strategy, inputs, outputs, mesh_shape),
         waiting_bytes(op, outputs),
         inner_collectives(op, strategy, mesh_shape),

@@ -67,12 +67,14 @@ class Product:
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """product: None for all else, which is taken to move bytes only. is_lookup: reads those rows of its first input
-    that the others name. ends_region: no tensor-parallel region of a hand plan goes through it, as it mixes all of a
+    that the others name. is_norm: divides its first input by its spread, and multiplies that by a weight if it has one.
+    ends_region: no tensor-parallel region of a hand plan goes through it, as it mixes all of a
     hidden dim or does not follow one dim.
     """
 
     product: Product | None = None
     is_lookup: bool = False
+    is_norm: bool = False
     ends_region: bool = False
 
 
@@ -195,7 +197,9 @@ OP_FACTS: Mapping[str, OpFacts] = MappingProxyType(
         # the two products of backward, and forward once more
         **_rows("scan", OpFacts(Product(_scan, _all_inputs, 3.0)), "autopar"),
         **_rows("embedding", OpFacts(is_lookup=True, ends_region=True)),
-        **_rows("layer_norm rms_norm group_norm index topk cross_entropy_loss", OpFacts(ends_region=True)),
+        **_rows("layer_norm rms_norm group_norm", OpFacts(is_norm=True, ends_region=True)),
+        **_rows("batch_norm instance_norm _native_batch_norm_legit_functional", OpFacts(is_norm=True)),
+        **_rows("index topk cross_entropy_loss", OpFacts(ends_region=True)),
     }
 )
 _NO_FACTS = OpFacts()

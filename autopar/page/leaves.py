@@ -86,7 +86,8 @@ def _cost(plan: Plan, op: Op, priced: dict[Hashable, OpCost]) -> OpCost:
     strategy = plan.assignment.strategies[op.name]
     key = call_key(op), id(strategy), plan.mesh.shape
     if key not in priced:
-        priced[key] = op_cost(op, strategy, plan.mesh.shape, plan.cluster)
+        is_split = plan.training.num_waiting > 0
+        priced[key] = op_cost(op, strategy, plan.mesh.shape, plan.cluster, is_split=is_split)
     return priced[key]
 
 

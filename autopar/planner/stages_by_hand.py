@@ -22,8 +22,8 @@ from autopar.planner.handwritten.hand_plan import HandPlan, parse_hand_plan
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model, model_of, num_data, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, waiting
-from autopar.planner.pipeline.sweep import Staged, as_run, named_point
+from autopar.planner.pipeline.stage_times import as_run, in_flight, rank_bytes, waiting
+from autopar.planner.pipeline.sweep import Staged, named_point
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan

@@ -70,7 +70,8 @@ class StagedPlan(BasePlan):
         stage_times = []
         for stage, plan in enumerate(self.stages):
             forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
-            weight_s = weight_gradients_s(plan.graph, plan.assignment, plan.mesh, plan.cluster)
+            given = plan.graph, plan.assignment, plan.mesh, plan.cluster
+            weight_s = weight_gradients_s(*given, is_split=plan.training.num_waiting > 0)
             ahead_s, back_s = (sent[at] if 0 <= at < len(sent) else 0.0 for at in (stage, stage - 1))
             link, waits_s = links[self.schedule.rank_of(stage)], plan.costs.collective_microbatch_s
             alone, cores = map(float, alone_and_cores(forward_s + backward_s, waits_s, link.speedup, link.cores))

@@ -25,7 +25,8 @@ from autopar.mesh import Mesh
 from autopar.models.catalogue import Example
 from autopar.planner.handwritten.hand_plan import parse_hand_plan
 from autopar.planner.pipeline.hand_points import Model, model_of, profiled
-from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.planner.pipeline.stage_times import as_run
+from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.stages_by_hand import cut_blocks, plan_by_hand
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.costmodel.cluster.attention_kernel import AttentionCall, attention_kernel
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import MemoryShare, ProductShare
-from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time, shapes_time
+from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time, shapes_time, splitting_s
 from autopar.ir.graph import Op, Value
+from autopar.runtime.pipeline.split_backward import backward_of_inputs
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
 from autopar.torch_compat import TorchDispatchMode
@@ -297,3 +299,53 @@ def test_new_tensors_that_the_allocator_does_not_keep_cost_their_memory():
     assert shapes_time(make_op("aten.gelu.default", x), ((rows, row),), ((rows, row),), fresh.at_best()) == shapes_time(
         make_op("aten.gelu.default", x), ((rows, row),), ((rows, row),), CLUSTER
     )
+
+
+class _Kernels(TorchDispatchMode):
+    """Kernels that go over whole tensors in backward: products, and those of norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.name().split("::")[1] in {"mm", "native_layer_norm_backward", "native_group_norm_backward"}
+        return func(*args, **(kwargs or {}))
+
+
+SPLIT = {
+    "linear": (F.linear, lambda x, w: (x, w), (8, 8), 2),
+    "linear of data": (F.linear, lambda x, w: (x, w), (8, 8), 1),
+    "layer_norm": (torch.layer_norm, lambda x, w: (x, [8], w), (8,), 1),
+    "layer_norm of data": (torch.layer_norm, lambda x, w: (x, [8], w), (8,), 1),
+    "layer_norm without weight": (torch.layer_norm, lambda x, w: (x + w, [8]), (8,), 1),
+    "group_norm": (torch.group_norm, lambda x, w: (x, 2, w), (8,), 1),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_backward_in_two_parts_takes_as_many_kernels_more_as_it_is_priced(name: str) -> None:
+    function, arguments, shape, num_whole = SPLIT[name]
+
+    def kernels(is_split: bool) -> int:
+        x, weight = torch.ones(4, 8, requires_grad="data" not in name), torch.ones(shape, requires_grad=True)
+        out = function(*arguments(x, weight.view_as(weight)))
+        with _Kernels() as counted:
+            if is_split:
+                _, left = backward_of_inputs([out], [torch.ones_like(out)], [x])
+                assert left is not None
+                left.run()
+            else:
+                out.sum().backward()
+        return counted.number
+
+    target = f"aten.{name.split()[0]}.default"
+    has_weight = "without" not in name
+    read = arguments(meta(4, 8, grad="data" not in name), meta(*shape)) if has_weight else (meta(4, 8), [8])
+    op, cluster = make_op(target, *read), replace(CLUSTER, flops_per_s={"float32": 1e30}, kernel_s=0.0)
+    shapes = tuple(value.shape for value in op.inputs), tuple(value.shape for value in op.outputs)
+    assert kernels(is_split=False) == num_whole
+    backward_s = shapes_time(op, *shapes, cluster)[1]
+    more = kernels(is_split=True) - num_whole
+    assert splitting_s(op, *shapes, cluster) == pytest.approx(more / num_whole * backward_s)
+    assert (splitting_s(op, *shapes, replace(CLUSTER, kernel_s=1.0)) >= 1) == (has_weight and "data" not in name)

@@ -15,7 +15,7 @@ from autopar.costmodel.memory import input_bytes, input_update_s, saved_by_op, w
 from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
 from autopar.costmodel.pricing.flows import Count, Flows
 from autopar.costmodel.pricing.options import Stored, distinct, offered
-from autopar.costmodel.roofline import shapes_time, weight_share
+from autopar.costmodel.roofline import shapes_time, splitting_s, weight_share
 from autopar.costmodel.state_offload import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op
@@ -46,7 +46,7 @@ def price_nodes(
             of_run = weights.of(op.name)
             key = op.nameless, id(entity.options), count.numbers, of_run
             if key not in known:
-                each = _price_op(op.nameless, options, mesh, cluster)
+                each = _price_op(op.nameless, options, mesh, cluster, is_split=training.num_waiting > 0)
                 transient = _transients(op, options, mesh, flows.parameters) if count.transient_share else 0.0
                 known[key] = _summed(each, transient, count, training, of_run, weight_share(op))
             node = known[key]
@@ -116,8 +116,9 @@ class _LocalShapes:
 
 
 @lru_cache(maxsize=1024)
-def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    """f64[strategies, 4]: seconds of forward and of backward; bytes saved beyond inputs, and of put-off gradients.
+def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Cluster, *, is_split: bool) -> np.ndarray:
+    """f64[strategies, 4]: seconds of forward and of backward, in two parts if it `is_split`; bytes saved beyond inputs,
+    and of put-off gradients.
 
     Strategies with the same local shapes and roles share a price.
     """
@@ -127,7 +128,9 @@ def _price_op(op: Op, strategies: tuple[Strategy, ...], mesh: Mesh, cluster: Clu
     for position in first:
         inputs, outputs = local.at(position)
         kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
-        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept))
+        forward_s, backward_s = shapes_time(op, inputs, outputs, cluster)
+        backward_s += splitting_s(op, inputs, outputs, cluster) if is_split else 0.0
+        prices.append((forward_s, backward_s, *kept))
     found = np.array(prices, dtype=np.float64)[index]
     if local_op(op.target) is not None:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)

@@ -22,7 +22,8 @@ class Blocks:
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
-    split_s: np.ndarray
+    splitting_s: np.ndarray
+    regathering_s: np.ndarray
     collective_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray

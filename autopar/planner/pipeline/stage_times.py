@@ -20,6 +20,27 @@ Links = Sequence[RankLink]  # of each rank of the pipeline to the next, or one f
 Limits = float | Sequence[float] | np.ndarray  # bytes of a device of any rank of the pipeline, or of each
 
 
+def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
+    """The costs of the blocks under `schedule`, of each stage on its own devices; with a backward in two parts where it
+    has one.
+    """
+    if blocks.by_group:
+        groups = [as_run(own, schedule) for count, own in blocks.by_group for _ in range(count)]
+        each = len(groups) // schedule.num_ranks  # devices of a rank of the pipeline
+        stages = tuple(groups[schedule.rank_of(stage) * each] for stage in range(schedule.num_stages))
+        return replace(as_run(replace(blocks, by_group=()), schedule), of_stage=stages)
+    if not schedule.is_halved:
+        return blocks
+    regathers = blocks.regathering_s.any()
+    return replace(
+        blocks,
+        backward_s=blocks.backward_s + blocks.splitting_s + blocks.regathering_s,
+        weight_s=blocks.weight_s + blocks.splitting_s,
+        collective_s=blocks.collective_s + blocks.regathering_s,
+        is_recomputable=np.zeros_like(blocks.is_recomputable) if regathers else blocks.is_recomputable,
+    )
+
+
 def limits_of_stages(schedule: Schedule, limit_bytes: Limits) -> tuple[float, ...]:
     """The limit of the rank of each stage."""
     limits = np.broadcast_to(limit_bytes, schedule.num_ranks).tolist()

@@ -18,6 +18,7 @@ from autopar.planner.pipeline.hand_points import EXPERTS, Model, num_data, point
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import (
     Limits,
+    as_run,
     fits_ranks,
     in_flight,
     limits_of_stages,
@@ -347,22 +348,6 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
         for chunks in _CHUNKS if name == "interleaved" else (1,):
             if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
                 yield Schedule(name, chunks * num_ranks, num_ranks, num)
-
-
-def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
-    """The costs of the blocks under `schedule`, of each stage on its own devices; a split backward gathers parameters
-    twice.
-    """
-    if blocks.by_group:
-        groups = [as_run(own, schedule) for count, own in blocks.by_group for _ in range(count)]
-        each = len(groups) // schedule.num_ranks  # devices of a rank of the pipeline
-        stages = tuple(groups[schedule.rank_of(stage) * each] for stage in range(schedule.num_stages))
-        return replace(as_run(replace(blocks, by_group=()), schedule), of_stage=stages)
-    if not schedule.is_halved or not blocks.split_s.any():
-        return blocks
-    never = np.zeros_like(blocks.is_recomputable)
-    longer = {name: getattr(blocks, name) + blocks.split_s for name in ("backward_s", "collective_s")}
-    return replace(blocks, **longer, is_recomputable=never)
 
 
 def cut_within(blocks: Blocks, schedule: Schedule, limit_bytes: Limits) -> Partition | None:

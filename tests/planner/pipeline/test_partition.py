@@ -29,10 +29,10 @@ def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
     can = np.ones(number, bool)
     can[[0, -1]] = False
     shared = (((0, number - 1), 4.0, 0.5),)
-    once, state, waiting, split = (np.full(number, x) for x in (0.1, 3.0, 0.7, 0.0))
+    once, state, waiting, none = (np.full(number, x) for x in (0.1, 3.0, 0.7, 0.0))
     collective = rng.uniform(0, 1, number)
     return Blocks(
-        forward_s, 2 * forward_s, forward_s, split, collective, once, state, saved, waiting, entering, can, shared
+        forward_s, 2 * forward_s, forward_s, none, none, collective, once, state, saved, waiting, entering, can, shared
     )
 
 
