@@ -196,6 +196,8 @@ class _Reduction:
         if dim is not None:
             self._keep(op)
             self.rows.update((value.name, _PickedRows(picked, dim)) for value in op.outputs)
+            if any(value.needs_grad and each is None for value, each in zip(op.inputs, rows)):
+                self._end_gradients(op)
         elif op.target in _NEUTRAL and rows[0] is not None:
             self._reduce(op, rows[0])
         elif op.target in ELEMENTWISE_LOSSES:
@@ -208,6 +210,13 @@ class _Reduction:
             self._scatter(op, next(each for each in rows if each is not None))
         else:
             raise NotByRow(op.target)
+
+    def _end_gradients(self, op: Op) -> None:
+        """No gradient of a row that was not picked reaches what `op` reads for all rows: it is zero times what the ops
+        behind give for a number that means nothing, which may be infinite (the root of a difference of equal numbers).
+        """
+        for value in (value for value in op.outputs if value.needs_grad):
+            self.now[value.name] = self._without(op, value, self.rows[value.name], _FLOAT)
 
     def _reduce(self, op: Op, rows: _PickedRows) -> None:
         x, arguments = self._given(op)[0], arguments_of(op)
@@ -255,14 +264,17 @@ class _Reduction:
             self.now[op.outputs[0].name] = self._emit(op, "aten.sum.default", kept)
 
     def _token_loss(self, op: Op) -> None:
-        """The targets of rows that were not picked are ignored."""
+        """A loss of each row is one of its rows; of others the targets of rows that were not picked are ignored."""
         arguments, given = arguments_of(op), list(self._given(op))
         target = arguments["target"].index
         rows, of_logits = self.rows.get(op.inputs[target].name), self.rows.get(op.inputs[0].name)
         is_index = not op.inputs[target].dtype.is_floating_point
         if rows is None or of_logits is None or rows.dim or of_logits.dim or not is_index:
             raise NotByRow(op.target)
-        given[target] = self._without(op, given[target], rows, arguments["ignore_index"])
+        if arguments["reduction"] == _NONE:
+            self.rows[op.outputs[0].name] = rows
+        else:
+            given[target] = self._without(op, given[target], rows, arguments["ignore_index"])
         self.now[op.outputs[0].name] = self._again(op, op.args, tuple(given))
 
     def _add(self, op: Op) -> None:

@@ -40,6 +40,16 @@ def classes(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tenso
     return one + F.nll_loss(logits.log_softmax(-1), wanted, ignore_index=0)
 
 
+def losses_of_each(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    logits, wanted = (x @ w)[mask], ids[mask]
+    weight = torch.arange(1.0, WIDTH + 1, dtype=x.dtype)
+    one = F.cross_entropy(logits, wanted, weight=weight, label_smoothing=0.1, reduction="none")
+    other = F.nll_loss(logits.log_softmax(-1), wanted, ignore_index=0, reduction="none")
+    return (
+        (one / (1 + y[mask][:, 0].abs())).sum() + one.mean() + (other * x[mask][:, 1]).mean() + (1 - other.exp()).sum()
+    )
+
+
 def over_some_dims(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
     return (x @ w)[mask].mean(0).square().sum() + (x @ w)[mask].mean((0, 1), keepdim=True).sum()
 
@@ -74,6 +84,21 @@ def added_to_places(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) 
 def behind_the_mask(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
     h = F.layer_norm(F.gelu(x[mask] @ w), (WIDTH,))
     return F.binary_cross_entropy_with_logits(h @ w, y[mask].sigmoid(), pos_weight=w.detach()[0].abs())
+
+
+def distances(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    """Functions without a gradient where all rows that are not picked are alike, behind a parameter."""
+    apart = (x[mask] @ w - y[mask] @ w).square().sum(-1).sqrt()
+    return (
+        apart.mean()
+        + (w[0] * x[mask] - w[0] * y[mask]).sum(-1).abs().log().mean()
+        + (apart / (1 + ids[mask]).log1p()).sum()
+    )
+
+
+def counts_of_each(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    each = mask.sum(1, keepdim=True).expand_as(mask)
+    return ((x[mask] @ w).square().sum(-1) / each[mask]).sum()
 
 
 def masked_select(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
@@ -121,6 +146,7 @@ def farthest_points(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) 
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
     *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
+    *(losses_of_each, distances, counts_of_each),
     *(selected_by_the_model, by_hand, centerness, farthest_points),
 ]
 
