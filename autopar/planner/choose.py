@@ -83,8 +83,8 @@ def choose_plan(
                     make = make_plan if cluster.groups is None else plan_on_groups
                     whole = make(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole) and not budget.is_spent)):
-                    step_s = to_beat_s if whole is None else min(to_beat_s, whole.step_s)
-                    known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
+                    is_searched = way is not ways[0] and not budget.is_spent
+                    known = WithoutStages.of(whole, to_beat_s, is_searched=is_searched)
                     staged = plan_in_stages(graph, mesh, cluster, request, whole=known, share=share, **asked)
             except AutoparError as error:
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):

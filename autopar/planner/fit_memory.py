@@ -20,6 +20,21 @@ AnyPlan = Plan | StagedPlan
 Predict = Callable[[Any], tuple[int, ...]]  # plan -> predicted peak in bytes of a device of each rank of the pipeline
 OnePlan = TypeVar("OnePlan", bound=AnyPlan)  # the plans of one search are of one kind
 
+
+@dataclass(frozen=True)
+class AfterOthers:
+    """A `Predict` for plans that compete with those on other devices.
+
+    `least_s`: step of a plan -> the least step of those on other devices, which are looked for first.
+    """
+
+    predict: Predict
+    least_s: Callable[[float], float]
+
+    def __call__(self, plan: Any) -> tuple[int, ...]:
+        return self.predict(plan)
+
+
 # Seconds that the prediction of a peak takes for each op of the graph, at most, on one core of an EPYC: llama3-405b on
 # 256x8x8 in microbatches, where t5-large on 8x8 takes half. After Ctrl-C a prediction that takes longer than the second
 # figure is left out, and the plan says so.

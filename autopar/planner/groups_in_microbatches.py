@@ -1,26 +1,31 @@
 """`plan_on_groups`: the plan for groups of devices that differ, in as many microbatches as their memory asks for."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from autopar.costmodel.cluster.device_groups import ranks_of
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import speeds_floor_s
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Predict
 from autopar.planner.request import PlanRequest
-from autopar.planner.unequal_devices import ANY_SHARES, best_on_groups, check_groups, plain
+from autopar.planner.unequal_devices import OnMesh, plain
 from autopar.plans.plan import Plan
 from autopar.plans.resplit import resplit
 from autopar.plans.seen_rank import view_of
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
 from autopar.sbp.microbatch.microbatch_graph import microbatch_counts
 from autopar.schedule.orders import Schedule
+from autopar.units import format_seconds
 
+# What a bound of the sum of speeds is of.
+ANY_SHARES = "plan on these devices or some of them"
 # The share of the time left for each number of microbatches but the last.
 _SHARE_OF_COUNT = 0.5
 
@@ -60,6 +65,11 @@ def plan_on_groups(
         except InfeasibleError as error:
             refused = refused or error
             continue
+        if found is None:
+            refused = refused or InfeasibleError(
+                f"no plan in {count} microbatches takes less than {format_seconds(least_s)}"
+            )
+            break
         if best is not None and found.step_s >= best.step_s:
             break
         best = found
@@ -90,9 +100,10 @@ def _in_microbatches(
     request: PlanRequest,
     count: int,
     how: tuple[Budget, Predict | None, float],
-) -> tuple[Plan | StagedPlan, bool]:
-    """The best plan in so many microbatches, and whether memory holds it back: each is planned as a batch, and the
-    shares are those of all. `how`: the budget, the prediction of peaks, and the step to beat.
+) -> tuple[Plan | StagedPlan | None, bool]:
+    """The best plan in so many microbatches, None if it is found to be too slow, and whether memory holds it back: each
+    is planned as a batch, and the shares are those of all. `how`: the budget, the prediction of peaks, and the step to
+    beat.
     """
     budget, predict, to_beat_s = how
     if count == 1:
@@ -111,6 +122,76 @@ def _in_microbatches(
         mesh = replace(mesh, shares=tuple((axis, tuple(size // count for size in rows)) for axis, rows in mesh.shares))
     asked: dict[str, Any] = {"budget": budget, "predict": peaks, "to_beat_s": to_beat_s}
     found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, **asked)
+    if found.step_s >= to_beat_s:
+        return None, is_capped
     ((_, rows),) = found.mesh.shares or ((0, ()),)
     of_batch = resplit(found, tuple(count * size for size in rows))
     return whole(replace(of_batch, hand=found.hand, peak_bytes=found.peak_bytes)), is_capped
+
+
+def best_on_groups(
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest,
+    *,
+    budget: Budget,
+    predict: Predict | None,
+    to_beat_s: float = math.inf,
+) -> tuple[Plan, bool]:
+    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows.
+
+    `to_beat_s`: where no plan in the first shares takes less, others are not tried, and no peak is predicted.
+    """
+    best: Plan | None = None
+    is_capped = False
+    failure: InfeasibleError | None = None
+    meshes = list(_meshes(mesh, cluster))
+    for number, one in enumerate(meshes):
+        if budget.is_spent and best is not None:
+            break
+        part = budget.part(1 / (len(meshes) - number))
+        try:
+            search = OnMesh(graph, one, cluster, request, part, predict, to_beat_s)
+            plan = search.best()
+        except InfeasibleError as error:
+            failure = error
+            continue
+        if best is None or plan.step_s < best.step_s:
+            best, is_capped = plan, search.is_capped
+    if best is None:
+        assert failure is not None, "there is a mesh"
+        raise failure
+    return best, is_capped
+
+
+def check_groups(mesh: Mesh | Devices, cluster: Cluster) -> None:
+    """MeshError unless the mesh is of all devices of a cluster of groups, with each group's along the first axis."""
+    if mesh.num_devices != cluster.num_devices or (isinstance(mesh, Devices) and mesh.per_node):
+        raise MeshError(
+            f"cluster {cluster.name} has {cluster.num_devices:.0f} devices, the mesh is {mesh}: take a mesh of all of"
+            " them, nodes as they are"
+        )
+    if isinstance(mesh, Mesh):
+        try:
+            ranks_of(cluster, mesh.shape[0])
+        except ValueError as error:
+            raise MeshError(f"mesh {mesh}: {error}") from error
+
+
+def _meshes(mesh: Mesh | Devices, cluster: Cluster) -> Iterator[Mesh]:
+    """The meshes to try: one axis, then two, of which the inner one is within a node of every group."""
+    assert cluster.groups is not None, "a cluster of groups"
+    if isinstance(mesh, Mesh):
+        yield mesh
+        return
+    nodes = (math.gcd(count, _node(one)) for count, one in cluster.groups.members)
+    most = math.gcd(*nodes)
+    for inner in (size for size in range(1, most + 1) if most % size == 0):
+        yield (
+            Mesh((mesh.num_devices // inner, inner), ("d0", "d1")) if inner > 1 else Mesh((mesh.num_devices,), ("d0",))
+        )
+
+
+def _node(cluster: Cluster) -> int:
+    return cluster.levels[0].size if len(cluster.levels) > 1 else 1

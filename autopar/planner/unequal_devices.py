@@ -7,9 +7,9 @@ and the plan is searched again in them. What holds for any shares and layouts is
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.work_bound import work_s
 from autopar.errors import InfeasibleError, MeshError
 from autopar.ir.graph import Graph
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.fit_memory import Predict
+from autopar.planner.fit_memory import AfterOthers, Predict
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import ENOUGH_GAP
 from autopar.planner.request import PlanRequest
-from autopar.planner.row_costs import by_parts, rows_seen
+from autopar.planner.row_costs import RowCosts, by_parts, rows_seen
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.seen_rank import in_shares, view_of
 from autopar.plans.serialise import HandCosts
@@ -35,8 +35,6 @@ from autopar.sbp.placement import format_shares
 from autopar.shares.device_shares import DeviceSpeed, best_shares, proportional_shares
 from autopar.units import format_bytes, format_seconds
 
-# What a bound of the sum of speeds is of.
-ANY_SHARES = "plan on these devices or some of them"
 # Searches in other shares; a further one is worth its time if the step in them is shorter by more than a share.
 _MOST_SEARCHES, _WORTH = 4, 0.002
 # Rounds in which shares follow from the speeds in the shares before.
@@ -46,76 +44,8 @@ _SHARE_OF_SEARCH = 0.5
 _FEWER = 0.85
 
 
-def best_on_groups(
-    graph: Graph,
-    mesh: Mesh | Devices,
-    cluster: Cluster,
-    request: PlanRequest,
-    *,
-    budget: Budget,
-    predict: Predict | None,
-    to_beat_s: float = math.inf,
-) -> tuple[Plan, bool]:
-    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows.
-
-    `to_beat_s`: where no plan in the first shares takes less, others are not tried, and no peak is predicted.
-    """
-    best: Plan | None = None
-    is_capped = False
-    failure: InfeasibleError | None = None
-    meshes = list(_meshes(mesh, cluster))
-    for number, one in enumerate(meshes):
-        if budget.is_spent and best is not None:
-            break
-        part = budget.part(1 / (len(meshes) - number))
-        try:
-            search = _OnMesh(graph, one, cluster, request, part, predict, to_beat_s)
-            plan = search.best()
-        except InfeasibleError as error:
-            failure = error
-            continue
-        if best is None or plan.step_s < best.step_s:
-            best, is_capped = plan, search.is_capped
-    if best is None:
-        assert failure is not None, "there is a mesh"
-        raise failure
-    return best, is_capped
-
-
-def check_groups(mesh: Mesh | Devices, cluster: Cluster) -> None:
-    """MeshError unless the mesh is of all devices of a cluster of groups, with each group's along the first axis."""
-    if mesh.num_devices != cluster.num_devices or (isinstance(mesh, Devices) and mesh.per_node):
-        raise MeshError(
-            f"cluster {cluster.name} has {cluster.num_devices:.0f} devices, the mesh is {mesh}: take a mesh of all of"
-            " them, nodes as they are"
-        )
-    if isinstance(mesh, Mesh):
-        try:
-            ranks_of(cluster, mesh.shape[0])
-        except ValueError as error:
-            raise MeshError(f"mesh {mesh}: {error}") from error
-
-
-def _meshes(mesh: Mesh | Devices, cluster: Cluster) -> Iterator[Mesh]:
-    """The meshes to try: one axis, then two, of which the inner one is within a node of every group."""
-    assert cluster.groups is not None, "a cluster of groups"
-    if isinstance(mesh, Mesh):
-        yield mesh
-        return
-    nodes = (math.gcd(count, _node(one)) for count, one in cluster.groups.members)
-    most = math.gcd(*nodes)
-    for inner in (size for size in range(1, most + 1) if most % size == 0):
-        yield (
-            Mesh((mesh.num_devices // inner, inner), ("d0", "d1")) if inner > 1 else Mesh((mesh.num_devices,), ("d0",))
-        )
-
-
-def _node(cluster: Cluster) -> int:
-    return cluster.levels[0].size if len(cluster.levels) > 1 else 1
-
-
 @dataclass
-class _OnMesh:
+class OnMesh:
     """The search on one mesh. `most_rows`: group -> rows of a rank that its memory holds, as far as that is known;
     `exceeded`: the group whose memory the last plan exceeded that fits in no other shares.
     """
@@ -128,6 +58,8 @@ class _OnMesh:
     predict: Predict | None
     to_beat_s: float = math.inf
     most_rows: dict[int, int] = field(default_factory=dict)
+    known: "tuple[Plan, _PlanOnGroups] | None" = None  # the last plan that a group's search found, as all see it
+    predicted: list[tuple[Plan, tuple[int, ...]]] = field(default_factory=list)
     exceeded: int = 0
     is_capped: bool = False  # memory keeps a group from having the rows that its speed asks for
 
@@ -229,14 +161,14 @@ class _OnMesh:
             request, there = self._request_of(group), seen_by(self.cluster, group)
             part = self.budget.part(_SHARE_OF_SEARCH)
             try:
-                asked: dict[str, Any] = {"budget": part, "predict": self.predict, "to_beat_s": self.to_beat_s}
+                predict = None if self.predict is None else partial(self._peaks_there, mesh, group)
+                asked: dict[str, Any] = {"budget": part, "predict": predict, "to_beat_s": self.to_beat_s}
                 found = make_plan(self.graph, view_of(mesh, self.cluster, group), there, request, **asked)
             except InfeasibleError as error:
                 raise _TooMany(group, InfeasibleError(f"{self._name(group)}: {error}")) from error
             bound_s = max(bound_s, found.lower_bound_s)
-            choices = in_shares(found.assignment, dict(mesh.shares)) if mesh.shares else found.assignment
+            seen, choices = self._seen_of(found, mesh), self._choices(found, mesh)
             if choices not in tried:
-                seen = self._seen(choices, mesh, found)
                 if bound_s >= self.to_beat_s:
                     return replace(seen, plan=replace(seen.plan, found_by=found.found_by, lower_bound_s=bound_s))
                 if (fitting := self._fitting(seen)) is not None:
@@ -258,6 +190,49 @@ class _OnMesh:
             range(len(rows)), key=lambda group: (-rows[group] * self._rows_s[group], -self.groups.members[group][0])
         )
 
+    def _choices(self, found: Plan, mesh: Mesh) -> Assignment:
+        """The choices of a plan that a group's search found, as no rank in particular sees them."""
+        return in_shares(found.assignment, dict(mesh.shares)) if mesh.shares else found.assignment
+
+    def _seen_of(self, found: Plan, mesh: Mesh) -> "_PlanOnGroups":
+        """The plan that a group's search found as each group sees it."""
+        if self.known is None or (self.known[0].assignment, self.known[0].mesh) != (found.assignment, found.mesh):
+            self.known = found, self._seen(self._choices(found, mesh), mesh, found)
+        return self.known[1]
+
+    def _peaks_there(self, mesh: Mesh, group: int, found: Plan) -> tuple[int, ...]:
+        """The peaks of a plan of `group`, or of the rank with the most rows, which are no lower and are asked for in
+        any case, if they are within the group's limit.
+
+        Where no other shares would be tried, other devices are planned first: of a plan that is slower than those on
+        them the estimate will do, which is within the limit.
+        """
+        seen = self._seen_of(found, mesh)
+        if isinstance(self.predict, AfterOthers) and self._is_settled(seen):
+            self.to_beat_s = min(self.to_beat_s, self.predict.least_s(seen.plan.step_s))
+            if found.lower_bound_s >= self.to_beat_s:
+                return found.memory_bytes
+        most = max(seen.views, key=lambda view: (rows_seen(view), view is seen.views[group]))
+        peaks = self._peaks(most)
+        return peaks if max(peaks) <= self._limit(group) else self._peaks(seen.views[group])
+
+    def _is_settled(self, seen: "_PlanOnGroups") -> bool:
+        """Whether neither other shares nor more microbatches would be tried for a plan."""
+        try:
+            sizes = self._balanced_sizes(seen, [by_parts(view) for view in seen.views]) if self.num_rows else ()
+        except InfeasibleError:
+            return False
+        return not self.is_capped and (not sizes or plain(seen.plan.mesh).shares == ((0, sizes),))
+
+    def _peaks(self, view: Plan) -> tuple[int, ...]:
+        """The predicted peaks of a view, each predicted once."""
+        assert self.predict is not None, "peaks are asked for"
+        found = next((peaks for one, peaks in self.predicted if one is view), None)
+        if found is None:
+            found = self.predict(view)
+            self.predicted.append((view, found))
+        return found
+
     def _seen(self, choices: Assignment, mesh: Mesh, known: Plan | None = None) -> "_PlanOnGroups":
         """The plan of these choices in the shares of `mesh`; `known`: one that a group sees, which may be of them."""
         views = tuple(self._view(choices, mesh, group, known) for group in range(len(self.ranks)))
@@ -275,18 +250,21 @@ class _OnMesh:
     def _fitting(self, seen: "_PlanOnGroups") -> Plan | None:
         """The plan with its peak if it fits in every group's memory, else None.
 
-        Another rank has no larger peak than one with as many rows or more, so that it is not predicted where that fits.
+        Another rank has no larger peak than one with as many rows or more, so that it is not predicted where that fits,
+        and the plan has the larger one.
         """
-        most, peaks = math.inf, seen.plan.peak_bytes
+        most, peaks = math.inf, ()
         for view in sorted(seen.views, key=lambda view: (-rows_seen(view), view is not seen.plan)):
             if self.predict is None:
                 peak = sum(view.memory_bytes)
-            elif most <= view.memory_limit_bytes and view is not seen.plan:
+            elif most <= view.memory_limit_bytes:
                 continue
             else:
-                found = view.peak_bytes or self.predict(view)
-                peak, peaks = max(found), found if view is seen.plan else peaks
+                found = self._peaks(view)
+                peak = max(found)
                 most = min(most, peak)
+                is_own = view is seen.plan or (not peaks and peak <= seen.plan.memory_limit_bytes)
+                peaks = found if is_own else peaks
             if peak > view.memory_limit_bytes:
                 self.exceeded = next(group for group, one in enumerate(seen.views) if one is view)
                 return None
@@ -297,11 +275,8 @@ class _OnMesh:
         best, now = seen, seen
         costs = [by_parts(view) for view in seen.views]
         for _ in range(_MOST_ROUNDS):
-            for group, view in enumerate(now.views):
-                row_bytes, spare = costs[group].row_bytes, self._limit(group) - view.memory_bytes[0]
-                self.most_rows[group] = max(1, min(self.num_rows, math.floor(rows_seen(view) + spare / row_bytes)))
             try:
-                sizes = self._shares([of_row.speed(view) for of_row, view in zip(costs, now.views)])
+                sizes = self._balanced_sizes(now, costs)
             except InfeasibleError:
                 break
             before, now = now, self._in_sizes(now, sizes)
@@ -310,6 +285,13 @@ class _OnMesh:
             costs = [of_row.learned(*views) for of_row, views in zip(costs, zip(before.views, now.views))]
             best = now if now.plan.step_s < best.plan.step_s else best
         return replace(best, plan=replace(best.plan, found_by=seen.plan.found_by, hand=seen.plan.hand))
+
+    def _balanced_sizes(self, seen: "_PlanOnGroups", costs: Sequence[RowCosts]) -> tuple[int, ...]:
+        """The shares that follow from the costs of a row of each group; InfeasibleError if memory holds none."""
+        for group, view in enumerate(seen.views):
+            row_bytes, spare = costs[group].row_bytes, self._limit(group) - view.memory_bytes[0]
+            self.most_rows[group] = max(1, min(self.num_rows, math.floor(rows_seen(view) + spare / row_bytes)))
+        return self._shares([of_row.speed(view) for of_row, view in zip(costs, seen.views)])
 
     def _in_sizes(self, seen: "_PlanOnGroups", sizes: tuple[int, ...]) -> "_PlanOnGroups":
         """The same choices in shares of these sizes."""

@@ -75,19 +75,24 @@ def solve(
     _check_starts(table, starts)
     if deadline.is_past:
         return _without_search(table, starts)
-    best, is_small = None, num_entries(table) < _FEW_ENTRIES
+    best, is_closed = None, is_small(table)
     find = _choices_of_core if table.memory_limit_bytes == float("inf") else _choices
-    goal = Goal(to_beat_s, 0.0 if is_small else enough_gap)
+    goal = Goal(to_beat_s, 0.0 if is_closed else enough_gap)
     with closing(find(table, starts, goal, deadline, solvers)) as choices:
         for stage, choice in choices:
             if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
                 best = choice
                 if progress is not None:
                     progress(stage, best.cost_s, best.lower_bound_s)
-            is_enough = is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))
+            is_enough = is_brief or (best.gap <= enough_gap and not (is_closed and stage == "bound"))
             if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
                 break
     return _without_search(table, starts) if best is None else best
+
+
+def is_small(table: CostTable) -> bool:
+    """Whether a search of the table takes some tenths of a second, so that its gap is closed."""
+    return num_entries(table) < _FEW_ENTRIES
 
 
 def _without_search(table: CostTable, starts: Sequence[tuple[int, ...]]) -> Choice:

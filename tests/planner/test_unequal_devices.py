@@ -31,6 +31,7 @@ from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.seen_rank import in_shares, seen_by_all, view_of
 from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.search.table import cost_of
 from tests.runtime.training import plan_called, random_assignment
@@ -151,6 +152,47 @@ def test_what_the_slowest_group_takes_needs_no_search_or_peak_of_the_others(monk
     assert [one.mesh for one in predicted] == [plan.mesh]
 
 
+@pytest.mark.parametrize("rows", [16, 4096])
+@pytest.mark.parametrize("above", [{}, {8}, {4}, {8, 4}], ids=["none", "all", "some", "any"])
+def test_some_devices_are_planned_before_a_peak_of_all_is_predicted(rows: int, above: set[int]) -> None:
+    """Whatever the peaks are, the plan is the fastest of those of the sets, each planned by itself to its end.
+
+    `above`: on so many devices the peak of a first plan is above the memory limit.
+    """
+    net = nn.Sequential(nn.Linear(4096, 4096, device="meta"), nn.ReLU(), nn.Linear(4096, 64, device="meta"))
+    cluster, predicted = load_cluster("4 h100 + 4 p100"), list[Plan]()
+    graph = trace(net, (torch.randn(rows, 4096, device="meta"),), {})
+
+    def peaks_of() -> Any:
+        first: dict[tuple[str, int], Assignment] = {}
+
+        def peaks(plan: Plan) -> tuple[int, ...]:
+            predicted.append(plan)
+            key = plan.cluster.name, plan.cluster.groups.seen if plan.cluster.groups else -1
+            is_first = first.setdefault(key, plan.assignment) == plan.assignment and plan.mesh.num_devices in above
+            return (int(1.1 * plan.memory_limit_bytes) if is_first else sum(plan.memory_bytes),)
+
+        return peaks
+
+    def step_s(count: int, kind: str) -> float:
+        try:
+            return choose_plan(graph, Mesh((count,), ("dp",)), load_cluster(kind), predict=peaks_of()).step_s
+        except InfeasibleError:
+            return float("inf")
+
+    alone_s = [step_s(8, "4 h100 + 4 p100"), step_s(4, "h100"), step_s(4, "p100")]
+    num_alone = len(predicted)
+    if min(alone_s) == float("inf"):
+        with pytest.raises(InfeasibleError, match="no plan found fits"):
+            choose_devices(graph, Mesh((8,), ("dp",)), cluster, predict=peaks_of())
+        return
+    plan = choose_devices(graph, Mesh((8,), ("dp",)), cluster, predict=peaks_of())
+    assert plan.step_s == min(alone_s)
+    assert plan.mesh.num_devices == (8 if alone_s[0] == min(alone_s) else 4)
+    if not above and rows == 16:
+        assert [one.mesh.num_devices for one in predicted[num_alone:]] == [plan.mesh.num_devices]
+
+
 def test_slow_devices_are_left_out_where_that_is_faster() -> None:
     graph = trace(nn.Linear(4096, 4096, device="meta"), (torch.randn(16, 4096, device="meta"),), {})
     cluster = load_cluster("4 h100 + 4 p100")
@@ -188,6 +230,14 @@ def test_memory_of_each_group_binds_its_own_rows() -> None:
 
 def _plain(mesh: Mesh) -> Mesh:
     return replace(mesh, shares=tuple((axis, tuple(rows)) for axis, rows in mesh.shares))
+
+
+def test_a_plan_on_groups_has_the_largest_peak_of_its_ranks() -> None:
+    graph, cluster = stack(4000), two(ODD)
+    plan = choose_plan(graph, Mesh((4,), ("dp",)), cluster, predict=lambda plan: (sum(plan.memory_bytes),))
+    views = seen_by_all(graph, plan.assignment, _plain(plan.mesh), cluster, plan.training)
+    own, other = sorted(view.costs.total_memory_bytes for view in views)
+    assert plan.peak_bytes == (other,) and own < other
 
 
 def test_a_batch_too_small_for_shares_is_priced_as_the_slowest() -> None:

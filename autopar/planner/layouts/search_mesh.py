@@ -90,17 +90,18 @@ def solve_mesh(
         with budget.timed("fold"):
             folded = fold_stored(graph, request)
         problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
+        if (slow := setting.too_slow(problem)) is not None:
+            return _as_chosen(setting, folded, problem, slow)
         with budget.timed("hand plans"):
             hand = hand_plans(graph, problem.folded, problem.everything, mesh)
-        choices = {name: problem.encode(assignment) for name, assignment in hand.items()}
-        by_hand = {name: strategies for name, strategies in choices.items() if strategies is not None}
+        by_hand = {name: one for name, own in hand.items() if (one := problem.encode(own)) is not None}
         lifted = [strategies for start in starts if (strategies := problem.encode(start)) is not None]
         known = [*lifted, *by_hand.values()]
     times = {name: timed(setting, problem, start) for name, start in by_hand.items()}
     best, alike = _unsolved(setting, folded, problem, times), problem
     is_mixed = can_mix(ends_apart(folded)) and request.limit_bytes < float("inf")
+    search = MeshRounds(setting, problem, known, times.values())
     try:
-        search = MeshRounds(setting, problem, known, times.values())
         for at in search.rounds():
             search.take(at.setting.search(at.problem, at.starts, is_brief=is_mixed and not setting.has_overlap))
     except InfeasibleError:
@@ -121,10 +122,15 @@ def solve_mesh(
         search = MeshRounds(setting, groups, mixed)
         for at in search.rounds():
             search.take(at.setting.search(at.problem, at.starts))
-        solution = search.solution
-        bound_s = min(best.lower_bound_s, solution.lower_bound_s)
-        best = replace(best, lower_bound_s=bound_s).or_faster(solution, bound_of=GROUPS)
+        bound_s = min(best.lower_bound_s, search.solution.lower_bound_s)
+        best = replace(best, lower_bound_s=bound_s).or_faster(search.solution, bound_of=GROUPS)
     return replace(best, nearly=_nearly(setting, alike, times, best))
+
+
+def _as_chosen(setting: Setting, folded: Folded, problem: Problem, choice: Choice) -> Solved:
+    """The plan of a choice, without those by hand."""
+    known = {"cost_s": choice.cost_s, "lower_bound_s": choice.lower_bound_s}
+    return replace(_unsolved(setting, folded, problem, {}), assignment=problem.decode(choice.strategies), **known)
 
 
 def _in_groups(

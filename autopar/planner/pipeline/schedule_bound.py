@@ -79,6 +79,17 @@ class ScheduleBounds:
             self._known[key] = bound_s
         return self._known[key]
 
+    def one_pass_s(self, mesh: Mesh, budget: Budget) -> float:
+        """Seconds that a step on one rank takes at least in any number of microbatches, whatever it saves of memory; 0
+        if that is not known.
+
+        At the prices of data sheets it is that of one pass: each microbatch more is as much work, and as many bytes, in
+        more ops and collectives, which have their fixed times, and what is computed again only takes time.
+        """
+        if self.cluster.calibration is not None or self.cluster.overlap:
+            return 0.0
+        return self.least_s(mesh, Schedule("1f1b", 1, 1, 1), budget)
+
 
 # Weights under which a microbatch was searched -> the least seconds of a rank; and of the first, those of weight
 # gradients and of all else, as `_times` gives them.

@@ -14,6 +14,7 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
+from autopar.planner.groups_in_microbatches import check_groups
 from autopar.planner.layouts.mesh_shapes import most_tensor
 from autopar.planner.pipeline.boundary_layouts import OpenStages, choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
@@ -24,7 +25,6 @@ from autopar.planner.pipeline.search_stages import PointSearch, searched
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import Staged, sweep
 from autopar.planner.request import PlanRequest
-from autopar.planner.unequal_devices import check_groups
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import StagedPlan, sub_mesh
@@ -104,10 +104,18 @@ class WithoutStages:
     """The outcome of planning without stages and microbatches: `step_s` of the plan, `inf` if there is none.
 
     `is_searched`: whether that was a search of this mesh to its end, so that its plans need not be searched again.
+    `is_beaten`: whether `step_s` is of a plan on other devices, which the one without stages does not beat.
     """
 
     step_s: float = math.inf
     is_searched: bool = False
+    is_beaten: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan | StagedPlan | None, to_beat_s: float, *, is_searched: bool) -> "WithoutStages":
+        """The outcome `plan`, where one on other devices takes `to_beat_s`."""
+        step_s = math.inf if plan is None else plan.step_s
+        return cls(min(step_s, to_beat_s), is_searched=is_searched, is_beaten=to_beat_s < step_s < math.inf)
 
 
 def plan_in_stages(
@@ -134,6 +142,8 @@ def plan_in_stages(
     model = model_in_stages(graph, mesh, request)
     meshes = tuple(_meshes(mesh, cluster, model))
     bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, request)
+    if _are_slower(meshes, bounds, whole, budget):
+        return None
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and whole.step_s < math.inf:
             break
@@ -157,16 +167,21 @@ def plan_in_stages(
             _search_again(fit, search, search_point)
         if fit.best is not None or refused is not None:
             break
-    if fit.best is None and refused is not None:
-        raise refused
     if fit.best is None:
         ended = f" (planning was ended by {budget.ended_by})" if budget.is_spent else ""
-        raise fit.refusal(f"so would those with less{ended}; raise it, or use more devices")
+        raise refused or fit.refusal(f"so would those with less{ended}; raise it, or use more devices")
     ended = f", ended by {budget.ended_by}" if budget.is_spent else ""  # before the bound is computed in the rest
     best = _bounded(fit.best, bounds, model, whole_budget)
     best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand, best.cluster), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
+
+
+def _are_slower(
+    meshes: Sequence[tuple[int, Mesh]], bounds: ScheduleBounds, whole: WithoutStages, budget: Budget
+) -> bool:
+    """Whether the plan to beat is on other devices, and none on one rank takes less in any number of microbatches."""
+    return whole.is_beaten and all(n == 1 and bounds.one_pass_s(one, budget) >= whole.step_s for n, one in meshes)
 
 
 def _is_slower(

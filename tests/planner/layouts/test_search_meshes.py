@@ -60,6 +60,20 @@ def test_a_memory_limit_holds_or_is_refused():
         make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=1000.0))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.8])
+@pytest.mark.parametrize("name", ["mlp", "vgg13"])
+def test_a_plan_that_is_too_slow_is_the_best_all_the_same(name, share):
+    limit = share * make_plan(traced(name), MESH, CPU).costs.total_memory_bytes
+    request = PlanRequest(memory_limit_bytes=limit)
+    full = make_plan(traced(name), MESH, CPU, request)
+    for factor in (0.5, 1 - 1e-6, 1 + 1e-6, 2.0):
+        found = make_plan(traced(name), MESH, CPU, request, to_beat_s=factor * full.step_s)
+        if factor > 1 or share == 1:
+            assert found.step_s == pytest.approx(full.step_s, rel=1e-9)
+        assert found.costs.total_memory_bytes <= limit and found.step_s >= full.lower_bound_s
+        assert min(factor * full.step_s, full.lower_bound_s) * (1 - 1e-9) <= found.lower_bound_s <= found.step_s
+
+
 def test_plans_fit_the_cluster_by_default():
     free = make_plan(traced("vgg13"), MESH, CPU)
     assert free.memory_limit_bytes == usable_memory_bytes(CPU) < CPU.memory_bytes

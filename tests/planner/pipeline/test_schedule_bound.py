@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.cluster.measured_terms import SharedCores
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
@@ -27,8 +28,9 @@ from autopar.planner.pipeline.schedule_bound import (
     _work,
     schedule_bound_s,
 )
-from autopar.planner.pipeline.search_pipeline import _is_slower, plan_in_stages
+from autopar.planner.pipeline.search_pipeline import _is_slower, model_in_stages, plan_in_stages
 from autopar.planner.problem import Setting
+from autopar.planner.request import PlanRequest
 from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.schedule.orders import Schedule
@@ -121,6 +123,22 @@ def test_reductions_beside_the_last_backward_are_not_in_it(gpt: Graph, mesh: str
     plan = plan_in_stages(gpt, parse_mesh(mesh), cluster, wanted, budget=Budget.of(60.0))
     assert plan.schedule == schedule and any(stage.costs.hidden_s > 0 for stage in plan.stages)
     assert 0.8 * plan.step_s <= bound_s(gpt, mesh, schedule, cluster=cluster) <= plan.step_s
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5-large", "vgg13", "vit-l"])
+def test_what_one_pass_takes_at_least_holds_for_any_number_of_microbatches(name: str) -> None:
+    sizes = {"batch": 64} if name == "vgg13" else {"batch": 64, "layers": 2}
+    example = build_model(name, **sizes)
+    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+    for where, kind in (("dp=4", "v100"), ("dp=2,tp=2", "p100"), ("dp=8", "h100")):
+        mesh, cluster = parse_mesh(where), load_cluster(kind)
+        model = model_in_stages(graph, mesh, request())
+        bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, PlanRequest().on(cluster))
+        least_s = bounds.one_pass_s(mesh, Budget.of(100.0))
+        assert least_s > 0 == replace(bounds, cluster=replace(cluster, overlap=0.5)).one_pass_s(mesh, Budget.of(100.0))
+        for count in (2, 8):
+            schedule = Schedule("accumulate", 1, 1, count)
+            assert least_s <= bounds.least_s(mesh, schedule, Budget.of(100.0)), (where, count)
 
 
 def test_without_time_the_bound_is_that_of_the_work(gpt: Graph) -> None:
