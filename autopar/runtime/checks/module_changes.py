@@ -186,10 +186,7 @@ class ModuleWatch:
 
     def _classes_differ(self) -> bool:
         """Whether a class or a variable outside has another value, or none."""
-        try:
-            return not _same([read(x) for read, x in self._of_classes], self._class_values)
-        except (AttributeError, KeyError):
-            return True
+        return not _read_the_same(self._of_classes, self._class_values)
 
     def _see(self) -> None:
         self._versions, self._settings = self._versions_of(), settings_counted()[0]
@@ -201,7 +198,7 @@ class ModuleWatch:
     def _attributes_differ(self) -> bool:
         return (
             list(map(len, self._dicts)) != self._lengths
-            or not _same([read(d) for read, d in self._read], self._values)
+            or not _read_the_same(self._read, self._values)
             or any(d[name] is not table for d, name, table, _ in self._tables)
             or not _same(
                 [tuple(table.values()) for _, _, table, _ in self._tables], [held for *_, held in self._tables]
@@ -279,6 +276,14 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     try:
         return now == before  # what is not the same object is compared as such, tensors raise
     except Exception:
+        return False
+
+
+def _read_the_same(of: list[tuple[Any, Any]], before: list[Any]) -> bool:
+    """Whether all that was read of objects is there and the same."""
+    try:
+        return _same([read(x) for read, x in of], before)
+    except (AttributeError, KeyError):
         return False
 
 

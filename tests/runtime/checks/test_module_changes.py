@@ -44,6 +44,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "attribute added": lambda m: setattr(m.blocks[0], "new", 1),
     "attribute added to the root": lambda m: setattr(m, "new", 1),
     "attribute deleted": lambda m: delattr(m.blocks[0].dropout, "inplace"),
+    "attribute renamed": lambda m: setattr(m, "named", vars(m).pop("scales")),
     "attribute written into the dict": lambda m: _write(vars(m.blocks[0].dropout), "p", 0.5),
     "attribute of an object": lambda m: setattr(m.config, "rate", 0.5),
     "item of a list": lambda m: _write(m.scales, 1, 3.0),
