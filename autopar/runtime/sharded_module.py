@@ -44,6 +44,7 @@ from autopar.runtime.sizes.kept_plan import CallPlanner
 from autopar.torch_compat import wants_grouped_state, wants_whole_state
 
 _numbers = itertools.count()  # of sharded modules of this process
+_SHOWN = "_autopar_shows"  # the forward that a sharded class shows, if it may be that of several models
 
 
 class ShardedModule(Unannounced, OwnForward, FullState, FullOptimizerState, TrainerAttributes, CompiledAfter):
@@ -255,9 +256,17 @@ def shard_module(
 
 
 def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
-    """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs."""
+    """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs.
+
+    Models of one class have one, which torch.func.stack_module_state expects, unless they have members of their own.
+    """
+    own = own_members(model, ShardedModule)
+    shown = None if own or "forward" in vars(model) else original.forward
+    for known in original.__subclasses__() if shown else ():
+        if vars(known).get(_SHOWN) is shown:
+            return known
     members = {"forward": forward_like(model), "__module__": original.__module__, "__doc__": original.__doc__}
-    members |= saving_pretrained(original) | for_generation(original) | own_members(model, ShardedModule)
+    members |= saving_pretrained(original) | for_generation(original) | own | {_SHOWN: shown}
     sharded = type(original.__name__, (ShardedModule, original), members)
     sharded.__qualname__ = original.__qualname__
     return sharded

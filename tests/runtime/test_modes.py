@@ -306,3 +306,20 @@ def without_training() -> None:
 
 def test_frozen_parameters_and_inference(ranks4: Ranks) -> None:
     ranks4.run(without_training)
+
+
+def models_of_one_class() -> None:
+    x = build("mlp").args[0]
+    first, second, own = _mlp(), _mlp(), _mlp()
+    own.forward = lambda x: 2 * MLP.forward(own, x)
+    base, before = copy.deepcopy(first), own(x)
+    first, second, own = _shard(first, x), _shard(second, x), _shard(own, x)
+    assert type(first) is type(second) is not type(own) and _difference(own(x), before) <= 1e-12
+    stacked, _ = torch.func.stack_module_state([first, second])
+    with pytest.raises(AutoparError, match=r"bmm.* plain tensor beside a DTensor"):
+        torch.vmap(lambda parameters: torch.func.functional_call(base, parameters, (x,)))(stacked)
+
+
+def test_models_of_one_class_stay_of_one(ranks4: Ranks) -> None:
+    """torch.func.stack_module_state told that they are of several."""
+    ranks4.run(models_of_one_class)
