@@ -93,19 +93,18 @@ def run_case(name: str, setting: str, folder: str) -> Numbers | str:
     if setting:
         shape, axes = SETTINGS[setting]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        os.environ.update(
-            RANK=str(dist.get_rank()),
-            LOCAL_RANK=str(dist.get_rank()),
-            WORLD_SIZE=str(dist.get_world_size()),
-            LOCAL_WORLD_SIZE=str(dist.get_world_size()),
-            MASTER_ADDR="localhost",
-            MASTER_PORT="29511",
-            GROUP_RANK="0",
-            TORCHELASTIC_RUN_ID="test",
-        )
+        os.environ.update(told_by_torchrun())
     os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     forget()
     return runs.case(name)(Work(AllSplit if setting else OneDevice, mesh, folder))
+
+
+def told_by_torchrun() -> dict[str, str]:
+    """The variables by which trainers know which rank this process is."""
+    ranks = {f"{prefix}RANK": str(dist.get_rank()) for prefix in ("", "LOCAL_")}
+    ranks |= {f"{prefix}WORLD_SIZE": str(dist.get_world_size()) for prefix in ("", "LOCAL_")}
+    elastic = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    return ranks | elastic | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
 
 
 def forget() -> None:

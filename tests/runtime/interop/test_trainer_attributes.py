@@ -1,8 +1,11 @@
-"""What trainers ask a compiled model before its first step, as they ask it."""
+"""What trainers ask a compiled model before its first step, as they ask it; and one of them from start to end."""
 
+import os
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 import autopar
 from autopar.errors import AutoparError
+from tests.trainers.case import forget, llama, rows, stacked, told_by_torchrun
 from tests.workers import Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank
@@ -139,3 +143,53 @@ def fabric_sets_hooks() -> None:
 def test_fabric_may_ask_at_each_output_whether_it_runs_backward(ranks4: Ranks) -> None:
     """Refused before, where the loss was computed of the parts: Fabric's hook reads no gradient."""
     ranks4.run(fabric_sets_hooks)
+
+
+def by_hand(batches: list[dict[str, torch.Tensor]], lr: float) -> tuple[list[float], nn.Module]:
+    """Losses of SGD on one device, and the model then."""
+    model, losses = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def trained_and_saved(folder: str) -> None:
+    with patch.dict(os.environ, told_by_torchrun() | {"ACCELERATE_USE_CPU": "true"}):
+        forget()
+        trains_and_saves(folder)
+        forget()
+
+
+def trains_and_saves(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments  # with accelerate, which takes seconds
+
+    mesh, size, num_steps, lr = device_mesh((4,), ("dp",)), 2, 3, 0.1
+    items = rows(mesh.size() * size * num_steps)
+    losses, single = by_hand([stacked(items[i : i + 8]) for i in range(0, len(items), 8)], lr)
+    kinds: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+    kinds |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_grad_norm": 0.0, "logging_steps": 1}
+    kinds |= {"num_train_epochs": 1, "save_strategy": "epoch", "save_only_model": True}
+    args = TrainingArguments(folder, per_device_train_batch_size=size, learning_rate=lr, **kinds)
+    model = autopar.compile(llama(), mesh, batch=("dp",), cluster="free-links")
+    made = Trainer(model, args, train_dataset=items)
+    made.train()
+    assert [entry["loss"] for entry in made.state.log_history if "loss" in entry] == pytest.approx(losses, rel=1e-3)
+    made.save_model(folder)
+    for path in (folder, f"{folder}/checkpoint-{num_steps}"):
+        saved = type(single).from_pretrained(path).state_dict()
+        assert all(torch.allclose(x, saved[name], atol=1e-5) for name, x in single.state_dict().items())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.load_state_dict(saved)
+        part = stacked(items[size * mesh.get_rank() :][:size])
+        assert model(**part).loss.item() == pytest.approx(single(**stacked(items[:8])).loss.item(), rel=1e-4)
+
+
+def test_a_trainer_trains_and_saves_from_start_to_end(ranks4: Ranks, tmp_path: Path) -> None:
+    """transformers' Trainer hung while it saved, which the tests of what it asks did not see."""
+    ranks4.run(trained_and_saved, str(tmp_path), timeout_s=120)
