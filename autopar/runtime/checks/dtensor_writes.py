@@ -8,20 +8,20 @@ tensor, of which each rank keeps its part.
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from autopar.errors import AutoparError, warn
-from autopar.runtime.checks.plain_operands import handle_plain_operands, in_a_step, of_first
+from autopar.runtime.checks.plain_operands import handle_plain_operands, in_a_step, of_first, with_first
 from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree
 
 aten = torch.ops.aten
 
 
 # Views that torch may make of redistributed parts.
-_MAY_COPY = ("select", "slice", "split", "split_with_sizes", "diagonal", "view", "squeeze")
+_MAY_COPY = ("select", "slice", "split", "split_with_sizes", "diagonal", "view", "squeeze", "unbind")
 # Ops that torch has no rule for, refuses in parts, or refuses with a plain tensor of indices.
 _ON_THE_WHOLE = (
     "cumprod_",
@@ -42,6 +42,25 @@ _ON_THE_WHOLE = (
 )
 # Reads of the same kind.
 _READ_ON_THE_WHOLE = (aten.allclose.default, aten.bincount.default, aten.masked_select.default, aten.nonzero.default)
+# Reads of which torch 2.13's own result is wrong: means of parts as if these had one size, and their gradients; scans
+# along a dim counted from the last; or of which some ranks wait for others that do not come.
+_WRONG_IN_PARTS = tuple(
+    getattr(aten, name).default
+    for loss in ("huber_loss", "mse_loss", "smooth_l1_loss")
+    for name in (loss, f"{loss}_backward")
+) + (aten.argmax.default, aten.argmin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default)
+# Reductions of which torch takes dims=[] for none of a DTensor, which are all: the backward of amax has such a sum.
+_REDUCTIONS = (
+    aten.amax.default,
+    aten.amin.default,
+    aten.linalg_vector_norm.default,
+    aten.max.default,
+    aten.mean.dim,
+    aten.min.default,
+    aten.std.correction,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+)
 # Reductions over ranks whose result is what all of them have.
 _ALIKE = ("avg", "max", "min")
 _FACTORIES = ("arange", "eye", "full", "linspace", "logspace", "ones", "zeros")
@@ -57,6 +76,8 @@ def handle_writes() -> None:
     compute_without_rule(_without_rule)
     handle_dtensor_ops(dict.fromkeys(_overloads(_FACTORIES, with_out=True), _make))
     handle_dtensor_ops(dict.fromkeys(_READ_ON_THE_WHOLE, _read_whole) | {aten.as_strided.default: _view})
+    handle_dtensor_ops(dict.fromkeys(_WRONG_IN_PARTS, _read_all) | dict.fromkeys(_REDUCTIONS, _reduced))
+    handle_dtensor_ops(dict.fromkeys(_overloads(("t_", "transpose_")), _turned))
     _handle_data()
 
 
@@ -199,6 +220,39 @@ def _read_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     made, mesh = op(*args, **kwargs), x.device_mesh
     return pytree.tree_map_only(
         torch.Tensor, lambda y: distribute_tensor(y, mesh, [Replicate()] * mesh.ndim, src_data_rank=None), made
+    )
+
+
+def _read_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same; AutoparError for a plain tensor that needs a gradient."""
+    return _read_whole(op, with_first(op, args), kwargs)
+
+
+def _reduced(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A reduction as torch does it, where no dims stand for all."""
+    x, *rest = args
+    if _is_empty_somewhere(x):  # of no entries there is no largest one
+        return _read_whole(op, args, kwargs)
+    rest = [list(range(x.ndim)) if isinstance(item, (list, tuple)) and not item else item for item in rest]
+    with as_torch_does(op):
+        return op(x, *rest, **kwargs)
+
+
+def _is_empty_somewhere(x: DTensor) -> bool:
+    """Whether some rank has no entry of `x`."""
+    sizes = list(x.shape)
+    for placement, num_ranks in zip(x.placements, x.device_mesh.shape):
+        if isinstance(placement, Shard):
+            last = sizes[placement.dim] - (num_ranks - 1) * -(-sizes[placement.dim] // num_ranks)
+            sizes[placement.dim] = max(last, 0)
+    return 0 in sizes
+
+
+def _turned(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    """AutoparError in place of a wait without end."""
+    raise AutoparError(
+        f"{op} would give a DTensor of shape {tuple(args[0].shape)}, of which each rank has a part, another shape in"
+        " place: expected x.t() or x.transpose(...), which returns it, or to be called before autopar.compile"
     )
 
 

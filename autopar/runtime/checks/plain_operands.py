@@ -55,7 +55,6 @@ _READS = (
     aten.masked_fill.Tensor,
     aten.maximum.default,
     aten.minimum.default,
-    aten.mse_loss.default,
     aten.mul.Tensor,
     aten.ne.Tensor,
     aten.sub.Tensor,
@@ -170,18 +169,24 @@ def _write_lists(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An op element by element: a plain tensor is the first rank's.
+    """An op element by element."""
+    args = with_first(op, args)
+    with as_torch_does(op):
+        return op(*args, **kwargs)
+
+
+def with_first(op: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
+    """`args`, of which plain tensors are the first rank's.
 
     AutoparError for one that needs a gradient, which would be a DTensor.
     """
     plain = [type(item) in _PLAIN and item.ndim > 0 for item in args]
-    if any(plain):
-        if any(is_plain and item.requires_grad for is_plain, item in zip(plain, args)):
-            raise AutoparError(_OUTSIDE.format(op))
-        like = next(item for item in args if isinstance(item, DTensor))
-        args = [of_first(item, like) if is_plain else item for is_plain, item in zip(plain, args)]
-    with as_torch_does(op):
-        return op(*args, **kwargs)
+    if not any(plain):
+        return args
+    if any(is_plain and item.requires_grad for is_plain, item in zip(plain, args)):
+        raise AutoparError(_OUTSIDE.format(op))
+    like = next(item for item in args if isinstance(item, DTensor))
+    return [of_first(item, like) if is_plain else item for is_plain, item in zip(plain, args)]
 
 
 @torch.no_grad()
