@@ -30,15 +30,6 @@ def row_numbers(module: Any, otherwise: Callable[[Any], Any] | None) -> Callable
         else []
     )
     symbols: dict[Any, int] = {}
-    for node in rows:
-        size, mask = node.meta["val"][0].shape[0], node.args[0].meta["val"]
-        if isinstance(size, torch.SymInt):
-            sizes = (each if isinstance(each, int) or otherwise is None else otherwise(each) for each in mask.shape)
-            symbols[size.node.expr] = math.prod(sizes)
-    if not symbols:
-        return otherwise
-    for node in module.graph.nodes:
-        _check(node, symbols)
 
     def number_of(size: Any) -> Any:
         if not isinstance(size, _SIZES):
@@ -48,6 +39,17 @@ def row_numbers(module: Any, otherwise: Callable[[Any], Any] | None) -> Callable
             return None if otherwise is None else otherwise(size)
         return bool(value) if isinstance(size, torch.SymBool) else int(value)
 
+    for node in rows:  # of which some may be of the rows that one before selects
+        size, mask = node.meta["val"][0].shape[0], node.args[0].meta["val"]
+        if isinstance(size, torch.SymInt):
+            numbers = [number_of(each) for each in mask.shape]
+            symbols[size.node.expr] = math.prod(
+                each if number is None else number for each, number in zip(mask.shape, numbers)
+            )
+    if not symbols:
+        return otherwise
+    for node in module.graph.nodes:
+        _check(node, symbols)
     return number_of
 
 

@@ -73,7 +73,8 @@ class _PickedRows:
 @dataclass
 class _Reduction:
     """`now`: name of a value -> what it is in the new graph. `places`: name -> (op, dim) whose coordinates it is.
-    `flags`: name of a mask with more dims -> the mask itself, and whether it is its opposite.
+    `within`: op that picks rows -> that of whose rows it picks some. `flags`: name of a mask with more dims -> the mask
+    itself, and whether it is its opposite.
     """
 
     builder: OpBuilder
@@ -81,6 +82,7 @@ class _Reduction:
     rows: dict[str, _PickedRows] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     masks: dict[str, Value] = field(default_factory=dict)
+    within: dict[str, str] = field(default_factory=dict)
     flags: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def result(self, value: Value) -> Value:
@@ -92,8 +94,7 @@ class _Reduction:
     def take(self, op: Op) -> None:
         """Append `op`, or what takes its place."""
         if op.target == PICKED:
-            self.places.update((value.name, (op.name, dim)) for dim, value in enumerate(op.outputs))
-            self.masks[op.name] = self.now.get(op.inputs[0].name, op.inputs[0])
+            self._pick(op)
         elif any(value.name in self.places for value in op.inputs):
             self._read_or_write(op)
         elif any(value.name in self.rows for value in op.inputs):
@@ -103,6 +104,16 @@ class _Reduction:
             if op.target in _SAME_FLAGS or op.target in _OPPOSITE_FLAGS:
                 name, is_opposite = self._flags(self._given(op)[0])
                 self.flags[op.outputs[0].name] = name, is_opposite != (op.target in _OPPOSITE_FLAGS)
+
+    def _pick(self, op: Op) -> None:
+        (mask,), rows = self._given(op), self.rows.get(op.inputs[0].name)
+        if rows is not None:  # of rows that another mask picks
+            if len(mask.shape) != 1:
+                raise NotByRow(op.target)
+            self.within[op.name] = rows.picked
+            mask = self._without(op, mask, rows, False)
+        self.places.update((value.name, (op.name, dim)) for dim, value in enumerate(op.outputs))
+        self.masks[op.name] = mask
 
     def _flags(self, mask: Value) -> tuple[str, bool]:
         return self.flags.get(mask.name, (mask.name, False))
@@ -139,7 +150,9 @@ class _Reduction:
         picked = places[0][0]
         of_values = {value.name for value in (op.inputs[0], op.inputs[-1])} if not is_read else {op.inputs[0].name}
         is_whole = picked and places == [(picked, dim) for dim in range(len(self.masks[picked].shape))]
-        if not is_whole or any(i is not None for i in indices[:first]) or op.inputs[0].name in self.rows:
+        own, within = self.rows.get(op.inputs[0].name), self.within.get(picked)
+        is_of_mask = own is None if within is None else is_read and own == _PickedRows(within, first)
+        if not is_whole or any(i is not None for i in indices[:first]) or not is_of_mask:
             raise NotByRow(op.target)
         if any(name in self.places for name in of_values):
             raise NotByRow(op.target)

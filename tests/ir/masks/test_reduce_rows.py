@@ -101,6 +101,14 @@ def counts_of_each(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -
     return ((x[mask] @ w).square().sum(-1) / each[mask]).sum()
 
 
+def hard_ones(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    """What a second mask picks of the rows that a first one picks."""
+    each = F.cross_entropy((x @ w)[mask], ids[mask], reduction="none")
+    hard = each > each.detach().mean()
+    easy = (x @ w)[mask][~hard, 1:]
+    return each[hard].mean() + each[each <= 1].sum() + easy.square().sum() + (y[mask][hard] @ w).tanh().sum()
+
+
 def masked_select(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
     return (x @ w).sum(-1).masked_select(mask).square().mean()
 
@@ -146,7 +154,7 @@ def farthest_points(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) 
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
     *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
-    *(losses_of_each, distances, counts_of_each),
+    *(losses_of_each, distances, counts_of_each, hard_ones),
     *(selected_by_the_model, by_hand, centerness, farthest_points),
 ]
 
