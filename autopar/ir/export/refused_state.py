@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.gradients.gradient_op import gradients_kept
+from autopar.ir.gradients.transforms import transforms_kept
 from autopar.ir.guards.assignments import assignments_kept
 from autopar.ir.guards.kept_losses import values_kept
 from autopar.ir.guards.packed_sequences import sequences_kept_padded
@@ -146,6 +147,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.Tensor, "__deepcopy__", _copied(torch.Tensor.__deepcopy__)))
         stack.enter_context(patch.object(nn.Module, "to", _moved(nn.Module.to)))
         stack.enter_context(gradients_kept())
+        stack.enter_context(transforms_kept())
         stack.enter_context(sequences_kept_padded())
         stack.enter_context(assignments_kept())
         stack.enter_context(tensors_stacked())

@@ -1,13 +1,14 @@
 """Functions of torch that look at values: each is written out while a model is exported, or recorded as an op.
 
 `torch.equal` and `torch.allclose` give Python's answer, of which a branch is a condition of the tensors compared.
+`torch.cond` of a tensor is refused.
 `one_hot` without a number of classes has one for each index up to the largest, which is a condition too.
 `gaussian_nll_loss` raises an error if a variance is negative: each call compares. `ctc_loss` keeps tensors whose sizes
 depend on the lengths: the losses of the samples are one op, `autopar.ctc_loss`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ def values_kept() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, function in written_out:
             stack.enter_context(patch.object(owner, function.__name__, function))
+        stack.enter_context(patch.object(torch, "cond", cond))
         yield
 
 
@@ -48,6 +50,16 @@ def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     if not isinstance(input, FakeTensor) and not isinstance(other, FakeTensor):
         return _EQUAL(input, other)
     return input.shape == other.shape and bool((input == other).all())
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """`torch.cond` of a Python bool. That of a tensor gives the other branch's parameters gradients of zero."""
+    if isinstance(pred, torch.Tensor):
+        raise TraceError(
+            "torch.cond of a tensor is not recorded: write if, of which each call goes the way of the example or names"
+            " the line, or torch.where of both"
+        )
+    return (true_fn if pred else false_fn)(*operands)
 
 
 def allclose(

@@ -107,3 +107,10 @@ def test_ids_that_a_router_chooses_are_counted(name: str) -> None:
 def test_counts_without_a_number_are_refused_with_the_remedy() -> None:
     with pytest.raises(TraceError, match=r"test_kept_losses\.py:\d+: .*minlength="):
         trace(Model(lambda x: x.argmax(-1).bincount() * x.sum()), (torch.randn(6, 4),), {})
+
+
+def test_cond_of_a_tensor_is_refused_by_name() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"test_kept_losses\.py:\d+: `.*torch\.cond.* write if"):
+        trace(Model(lambda x: torch.cond(x.sum() > 0, torch.sum, torch.mean, (x,))), (x,), {})
+    compared(lambda x: torch.cond(len(x) > 3, torch.sum, torch.mean, (x,)), (x,), (x + 1,))
