@@ -218,6 +218,8 @@ def _reduce() -> Iterator[tuple[Any, ...]]:
     sums = [call(f64(4, 6, 2), (0, -1)), call(f64(4, 6), (1,), True), call(f64(4, 6), ())]
     yield "sum.dim_IntList", *sums, call(mask(4, 6), (0,)), call(ints(4, 6), (0,))
     yield "mean.dim", call(f64(4, 6, 2), (0, -1)), call(f64(4, 6), (1,), True), call(f64(4, 6), None)
+    yield "nansum.default", call(f64(4, 6, 2), (0, -1)), call(f64(4, 6), (1,), True), call(f64(4, 6))
+    yield "nanmean.default", call(f64(4, 6, 2), (0, -1)), call(f64(4, 6))
     yield "count_nonzero.default", call(mask(4, 6)), call(ints(4, 6), 1)
     yield "count_nonzero.dim_IntList", call(ints(4, 6), (0,))
     yield "histc.default", call(f64(4, 6).detach(), 4, -1, 1), call(f64(4, 6).detach(), 4)

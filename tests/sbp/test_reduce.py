@@ -27,6 +27,15 @@ def test_counts_add_up_but_are_not_linear() -> None:
     assert {str(strategy) for strategy in strategies_of(op, (2,))} == {"B -> B", "S(0) -> P", "S(1) -> P"}
 
 
+def test_sums_without_missing_numbers_are_not_linear() -> None:
+    """A number that is missing in one term is missing in the sum, and the other term would be counted."""
+    one, other = torch.tensor([1.0, torch.nan]), torch.tensor([2.0, 5.0])
+    assert (one + other).nansum() == 3 != one.nansum() + other.nansum()
+    assert offered("nansum.default", f64(4, 6), (1,)) == {"S(0) -> S(0)", "S(1) -> P"}
+    assert offered("nansum.default", f64(4, 6)) == {"S(0) -> P", "S(1) -> P"}
+    assert offered("nanmean.default", f64(4, 6), (0,), True) == {"S(1) -> S(1)"}
+
+
 def test_booleans_are_never_pending() -> None:
     op, _ = make_op("aten.sum.dim_IntList", mask(4, 6), (0,))
     assert {str(strategy) for strategy in strategies_of(op, (2,))} == {"B -> B", "S(0) -> P", "S(1) -> S(0)"}

@@ -43,7 +43,7 @@ def total(op: Op) -> Iterator[Signature]:
 
 
 def count(op: Op) -> Iterator[Signature]:
-    """count_nonzero: counts of parts add up, but it is not linear."""
+    """count_nonzero, nansum: those of parts add up, but they are not linear, as a term's NaN is one of the sum."""
     yield from (signature for signature in total(op) if signature.inputs[0] != P)
 
 
@@ -96,6 +96,7 @@ KEPT = (
     "aten.any.dims",
     "aten.all.dims",
     "aten.aminmax.default",
+    "aten.nanmean.default",
     "aten.kthvalue.default",
     "aten.linalg_vector_norm.default",
     "aten.norm.Scalar",
@@ -118,6 +119,7 @@ RULES: Mapping[str, Rule] = {
     "aten.sum.dim_IntList": total,
     "aten.count_nonzero.default": count,
     "aten.count_nonzero.dim_IntList": count,
+    "aten.nansum.default": count,
     "aten.histc.default": histogram,
     "aten.mean.default": mean,
     "aten.mean.dim": mean,
