@@ -1,5 +1,5 @@
-"""Ops on DTensors that torch computes from each rank's part alone: scalars that are read, random numbers, and
-GradScaler's test for infinite gradients.
+"""Ops on DTensors that torch computes from each rank's part alone: scalars that are read, means of losses, random
+numbers, and GradScaler's test for infinite gradients.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.dtensor_writes import handle_writes
-from autopar.runtime.checks.plain_operands import in_a_step, is_of_stages
+from autopar.runtime.checks.plain_operands import in_a_step, is_of_stages, read_beside, with_first
 from autopar.runtime.process_groups import first_group
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
@@ -36,10 +36,24 @@ _LIKE = frozenset(
 )
 _OF_VALUES = frozenset((aten.bernoulli.default, aten.native_dropout.default, aten.multinomial.default))
 
+# Means and their gradients, which torch divides by the number of entries of a part.
+_MEANS = (
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.huber_loss.default,
+    aten.huber_loss_backward.default,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss.default,
+    aten.smooth_l1_loss_backward.default,
+)
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
+
 
 def handle_scalars_and_random_ops() -> None:
-    """From now on `read_scalar`, `draw` and `unscale` compute these ops of every DTensor of the process, and
-    `deep_copy` copies it; writes as `dtensor_writes` says.
+    """From now on `read_scalar`, `draw`, `unscale` and those of losses compute these ops of every DTensor of the
+    process, and `deep_copy` copies it; writes as `dtensor_writes` says.
     """
     handle_writes()
     plain = {name: functools.partialmethod(_as_plain, name) for name in ("numpy", "tolist", "__dlpack__")}
@@ -50,6 +64,8 @@ def handle_scalars_and_random_ops() -> None:
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
         | {aten._local_scalar_dense.default: read_scalar}
+        | dict.fromkeys(_MEANS, _mean)
+        | {aten.nll_loss_forward.default: _mean_of_classes, aten.nll_loss_backward.default: read_beside}
         | {aten._amp_foreach_non_finite_check_and_unscale_.default: unscale}
     )
 
@@ -86,7 +102,9 @@ def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(x.to_local(), method)(*args, **kwargs)
     raise AutoparError(
         f"{method}() of a DTensor of placements {tuple(x.placements)}, of which each rank has a part: call"
-        f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model{in_a_step()}"
+        f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model. Where a library"
+        " does it (peft's AdaLoRA), keep whole what it reads: autopar.compile(..., pins="
+        f"{{name: {'B' * x.device_mesh.ndim!r}}}){in_a_step()}"
     )
 
 
@@ -150,6 +168,31 @@ def unscale(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     for group in (*groups, *(first_group(root.get_group(PIPELINE)) for root in roots)):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+
+
+def _mean(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A loss as the sum, or the gradient of that, over the number of all entries."""
+    arguments = op._schema.arguments
+    given: list[Any] = [*with_first(op, args), *(argument.default_value for argument in arguments[len(args) :])]
+    named = {argument.name: number for number, argument in enumerate(arguments)}
+    is_mean, count = given[named["reduction"]] == _MEAN, given[named["self"]].numel()
+    if is_mean:
+        given[named["reduction"]] = _SUM
+        if "grad_output" in named:
+            given[named["grad_output"]] = given[named["grad_output"]] / count
+    with as_torch_does(op):
+        made = op(*given, **kwargs)
+    return made / count if is_mean and "grad_output" not in named else made
+
+
+def _mean_of_classes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The loss of labels, and what its mean is over: the number of labels that count, or the sum of their weights, of
+    which torch takes the mean of the parts' means.
+    """
+    *given, reduction, ignored = with_first(op, args)
+    with as_torch_does(op):
+        total, counted = op(*given, _SUM if reduction == _MEAN else reduction, ignored, **kwargs)
+    return total / counted if reduction == _MEAN else total, counted
 
 
 def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

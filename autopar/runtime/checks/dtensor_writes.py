@@ -42,13 +42,15 @@ _ON_THE_WHOLE = (
 )
 # Reads of the same kind.
 _READ_ON_THE_WHOLE = (aten.allclose.default, aten.bincount.default, aten.masked_select.default, aten.nonzero.default)
-# Reads of which torch 2.13's own result is wrong: means of parts as if these had one size, and their gradients; scans
-# along a dim counted from the last; or of which some ranks wait for others that do not come.
-_WRONG_IN_PARTS = tuple(
-    getattr(aten, name).default
-    for loss in ("huber_loss", "mse_loss", "smooth_l1_loss")
-    for name in (loss, f"{loss}_backward")
-) + (aten.argmax.default, aten.argmin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default)
+# Reads of which torch 2.13's own result is wrong, along a dim counted from the last, or of which some ranks wait for
+# others that do not come.
+_WRONG_IN_PARTS = (
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.cumprod.default,
+    aten.cumsum.default,
+    aten.logcumsumexp.default,
+)
 # Reductions of which torch takes dims=[] for none of a DTensor, which are all: the backward of amax has such a sum.
 _REDUCTIONS = (
     aten.amax.default,

@@ -89,7 +89,7 @@ _PLAIN_STATE = (
 
 def handle_plain_operands() -> None:
     """From now on the functions here compute or refuse such ops of every DTensor of the process."""
-    handle_dtensor_ops(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_READS, _read))
+    handle_dtensor_ops(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_READS, read_beside))
     handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all) | dict.fromkeys(_OF_ALL, _check_alike))
     handle_dtensor_ops(dict.fromkeys(_OF_LISTS, _write_lists))
 
@@ -168,8 +168,8 @@ def _write_lists(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         return op(written, *rest, **kwargs)
 
 
-def _read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An op element by element."""
+def read_beside(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op as torch does it, beside plain tensors."""
     args = with_first(op, args)
     with as_torch_does(op):
         return op(*args, **kwargs)

@@ -118,46 +118,6 @@ def test_a_read_is_that_of_one_device(ranks4: Ranks) -> None:
             assert torch.equal(found, function(whole())), name
 
 
-DIFFERENTIATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mse_loss": lambda x: nn.functional.mse_loss(x, 3 * x.detach()),
-    "mse_loss beside a plain tensor": lambda x: nn.functional.mse_loss(x, torch.ones(x.shape).double()),
-    "mse_loss, summed": lambda x: nn.functional.mse_loss(x, x.detach() ** 2, reduction="sum"),
-    "smooth_l1_loss": lambda x: nn.functional.smooth_l1_loss(x, 9 * x.detach(), beta=2.0),
-    "huber_loss": lambda x: nn.functional.huber_loss(x, 9 * x.detach(), delta=2.0),
-    "cumsum from the last dim": lambda x: x.cumsum(-1).square().sum(),
-    "argmax": lambda x: x.sum() * x.argmax(-1).sum() + x.argmin(0).sum(),
-    "amax": lambda x: x.amax().square(),
-    "max and min": lambda x: x.max() * x.min(),
-    "the largest entry": lambda x: x.norm(float("inf")),
-    "the smallest entry": lambda x: torch.linalg.vector_norm(x, -float("inf")),
-    "of no dims, which are all": lambda x: x.sum([], keepdim=True).square().sum() + x.mean(()),
-    "a quantile": lambda x: x.quantile(0.3),
-}
-
-
-def differentiated(shape: tuple[int, int]) -> None:
-    """Each function of a tensor in each layout, which may not divide, beside all of it: the value and the gradient."""
-    handle_writes()
-    mesh = device_mesh((2, 2), ("a", "b"))
-    for name, function in DIFFERENTIATED.items():
-        given = torch.linspace(-1, 2, 48, dtype=torch.float64)[: shape[0] * shape[1]].view(shape).sin()
-        expected = function(single := given.clone().requires_grad_())
-        expected.backward()
-        for layout in LAYOUTS:
-            found = function(x := distribute_tensor(given, mesh, layout).requires_grad_())
-            found.backward()
-            assert isinstance(found, DTensor) and isinstance(x.grad, DTensor)
-            torch.testing.assert_close(found.full_tensor(), expected, msg=f"{name}, {layout}")
-            torch.testing.assert_close(x.grad.full_tensor(), single.grad, msg=f"{name}, gradient, {layout}")
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("shape", [(8, 6), (3, 4), (5, 7)])
-def test_values_and_gradients_are_those_of_one_device(ranks4: Ranks, shape: tuple[int, int]) -> None:
-    """mse_loss of a weight had another gradient, where parts differ in size another value; argmax waited forever."""
-    ranks4.run(differentiated, shape, timeout_s=60)
-
-
 def turned() -> None:
     handle_writes()
     x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), LAYOUTS[0])
