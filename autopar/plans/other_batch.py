@@ -57,7 +57,7 @@ def goes_by(plan: StagedPlan, graph: Graph, *, trains: bool) -> bool:
     schedule = plan.schedule
     if schedule.num_ranks > 1 or not trains:
         return schedule.num_ranks > 1
-    return schedule.num_microbatches not in microbatch_counts(loss_only(graph))
+    return schedule.num_microbatches not in microbatch_counts(graph.once(loss_only))
 
 
 def _shapes(graph: Graph) -> list[tuple[int, ...]]:
@@ -67,7 +67,7 @@ def _shapes(graph: Graph) -> list[tuple[int, ...]]:
 def _counts(plan: StagedPlan, graph: Graph) -> list[int]:
     """The numbers of microbatches to try, first those whose microbatches are as large as planned or nearly so."""
     rows, planned = num_samples(graph), num_samples(plan.graph) / plan.schedule.num_microbatches
-    possible = microbatch_counts(loss_only(graph)) or (1,)  # of no rows
+    possible = microbatch_counts(graph.once(loss_only)) or (1,)  # of no rows
     smaller = [count for count in possible if rows <= planned * count]
     larger = [count for count in reversed(possible) if rows > planned * count]
     return smaller[:_MOST_SMALLER] + larger[:_MOST_LARGER]

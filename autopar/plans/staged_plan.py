@@ -218,7 +218,7 @@ def stage_graphs(
 
     MicrobatchError or ValueError if impossible.
     """
-    micro = microbatched(loss_only(graph), num_microbatches)
+    micro = microbatched(graph.once(loss_only), num_microbatches)
     extents = batch_extents(micro.graph)
     stages = cut(micro.graph, starts)
     return micro, tuple(replace(one, graph=replace(one.graph, batch_extents=extents)) for one in stages)

@@ -38,7 +38,8 @@ from autopar.planner.pipeline.sweep import SCHEDULES, Staged, _Sweep
 from autopar.planner.problem import ENOUGH_GAP, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
-from autopar.plans.staged_plan import StagedPlan, loads
+from autopar.plans.staged_plan import StagedPlan, loads, stage_graphs
+from autopar.sbp.microbatch.microbatch_graph import microbatched
 from tests.zoo import build
 
 H100, V100 = load_cluster("h100"), load_cluster("v100-25g")
@@ -89,6 +90,13 @@ def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
         assert plan.step_s == pytest.approx(point.step_s, rel=0.02), point.name
         # a tied parameter has two readers in the whole, and one on each stage: the sweep counts a copy too many
         assert 0.85 * max(point.rank_bytes) <= max(plan.memory_bytes) <= 1.01 * max(point.rank_bytes), point.name
+
+
+def test_a_microbatch_is_made_once_for_the_sweep_and_all_cuts(gpt: Graph) -> None:
+    model = model_in_stages(gpt, parse_mesh("dp=4"), request())
+    made = microbatched(model.graph, 4)
+    for starts in ((), model.block_names[:1]):
+        assert stage_graphs(gpt, starts, 4)[0] is made
 
 
 def test_the_sweep_has_the_best_plan_with_whole_parameters() -> None:
