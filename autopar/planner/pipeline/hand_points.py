@@ -113,6 +113,23 @@ def grids(
             yield num_ranks, Mesh((rest // experts, experts), ("dp", EXPERTS))
 
 
+# The parts in which a sequence is split.
+_SEQUENCE = 2, 4, 8
+
+
+def with_sequence(mesh: Mesh) -> Iterator[Mesh]:
+    """The meshes dp x cp x tp of as many devices as `mesh`, dp x tp, whose axis cp is taken from both in any way."""
+    sizes = dict(zip(mesh.axis_names, mesh.shape))
+    if not sizes.keys() <= {"dp", "tp"}:
+        return
+    data, tensor = sizes.get("dp", 1), sizes.get("tp", 1)
+    for parts in _SEQUENCE:
+        for own in (n for n in (1, *_SEQUENCE) if parts % n == 0 and tensor % n == 0 and data % (parts // n) == 0):
+            named = {"dp": data * own // parts, "cp": parts, "tp": tensor // own}
+            named = {name: size for name, size in named.items() if size > 1}
+            yield Mesh(tuple(named.values()), tuple(named))
+
+
 Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
 
 

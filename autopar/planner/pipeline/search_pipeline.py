@@ -76,7 +76,9 @@ def sweep_stages(
     """
     meshes = tuple(_meshes(mesh, cluster, model))
     with budget.timed("stages by hand"):
-        points = sweep(model, meshes, cluster, request, deadline=budget.part(_SHARE_OF_SWEEP).deadline)
+        is_open = isinstance(mesh, Devices) and cluster.groups is None
+        deadline = budget.part(_SHARE_OF_SWEEP).deadline
+        points = sweep(model, meshes, cluster, request, deadline=deadline, is_open=is_open)
     budget.show("stages by hand", tuple(points))
     return points
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.costmodel.stage_transfer import RankLink, alone_and_cores
-from autopar.planner.pipeline.partition import Blocks, Partition, Spans, cut_at, stage_spans
+from autopar.costmodel.stage_transfer import FREE, RankLink, alone_and_cores
+from autopar.planner.pipeline.partition import Blocks, Partition, Spans, cut_at, partition, stage_spans
 from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
 from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
 
@@ -232,3 +232,38 @@ def _sends_s(links: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
     """f64[cuts, stages]: `RankLink.send_s` over the link of each stage."""
     latency_s, rate, least_s = links.T[:3]
     return np.maximum(least_s, latency_s + num_bytes / rate)
+
+
+def cut_within(blocks: Blocks, schedule: Schedule, limit_bytes: Limits) -> Partition | None:
+    """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
+
+    It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
+    share that it has without a limit, and then what the others of its rank leave.
+    """
+
+    def cut(limits: float | Sequence[float]) -> Partition | None:
+        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule))
+
+    own = limits_of_stages(schedule, limit_bytes)
+    if schedule.num_stages == schedule.num_ranks:
+        return cut(own)
+    free = cut(math.inf)
+    if free is None or fits_ranks(free, schedule, limit_bytes):
+        return free
+    even = [limit * schedule.num_ranks / schedule.num_stages for limit in own]
+    shared = cut(even), cut(shared_limits(free, schedule, limit_bytes))
+    filled = (with_all_memory(blocks, one, schedule, limit_bytes) for one in shared if one is not None)
+    return min(filled, key=lambda one: _most_of_rank_s(one, schedule), default=None)
+
+
+def _most_of_rank_s(cut: Partition, schedule: Schedule) -> float:
+    return max(sum(cut.times_s[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+
+
+def busy_s(blocks: Blocks, stages: Partition, schedule: Schedule) -> float:
+    """Seconds of compute of the busiest rank."""
+    times = stage_times(blocks, stages, [FREE])
+    ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
+    return schedule.num_microbatches * max(
+        sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks
+    )

@@ -4,32 +4,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
 from autopar.costmodel.cluster.device_groups import orders
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.stage_transfer import FREE, transfers
+from autopar.costmodel.stage_transfer import transfers
 from autopar.errors import PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan, parse_hand_plan
-from autopar.planner.pipeline.hand_points import EXPERTS, Model, num_data, points, profiled
-from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.stage_times import (
-    Limits,
-    as_run,
-    fits_ranks,
-    in_flight,
-    limits_of_stages,
-    rank_bytes,
-    recut,
-    shared_limits,
-    stage_times,
-    time_of,
-    waiting,
-    with_all_memory,
-)
+from autopar.planner.pipeline.hand_points import EXPERTS, Model, Point, num_data, points, profiled, with_sequence
+from autopar.planner.pipeline.partition import Blocks, Partition
+from autopar.planner.pipeline.stage_times import as_run, busy_s, cut_within, rank_bytes, recut, time_of
 from autopar.planner.promise import rough_step_s
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
@@ -45,6 +32,8 @@ _MOST_LATE, _FEW_LATE, _LATEST = 8, 2, 1.5
 _SHOWN = 1.5
 # The number of meshes, each with a number of microbatches, for which the plan with whole parameters is tried too.
 _MOST_WHOLE = 12
+# The number of meshes that are tried with an axis for the sequence.
+_MOST_IN_SEQUENCES = 3
 # The most points whose cut is made better, and how near they are to the fastest.
 _MOST_RECUT, _NEAR = 12, 1.15
 # The share of the step that a better cut takes at most. The search changes the times of blocks by as much as the rest:
@@ -117,11 +106,13 @@ def sweep(
     request: PlanRequest,
     *,
     deadline: Deadline = NEVER,
+    is_open: bool = False,
 ) -> list[Staged]:
     """The points that fit, fastest first, without most of those that are far slower.
 
-    `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
-    "tp", otherwise on every choice of inner axes. If the `request` asks for no number of microbatches, the powers of
+    `meshes`: (ranks of the pipeline, sub-mesh); if it `is_open` which, those of the fastest points are tried with an
+    axis "cp" too. Tensors are split on the axis called "tp" if an axis is called "dp" or "tp", otherwise on every
+    choice of inner axes. If the `request` asks for no number of microbatches, the powers of
     two are tried that fill the pipeline. The most promising points are tried first; after `deadline` a few of them, and
     those of sweeps before, whose costs are known.
     Of several orders of groups of devices, another one than that of `cluster` is taken only if that is worth it.
@@ -136,18 +127,28 @@ def sweep(
         return latest.is_past or deadline.is_stopped
 
     staged: list[tuple[Staged, int]] = []
+
+    def beat_s() -> float:
+        return min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
+
     for num_ranks, mesh in meshes if cluster.groups is None else ():
         check_mesh(cluster, num_ranks * mesh.num_devices)
-    usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
+    usual = list(enumerate(sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])))
     rough_s = rough_step_s(model.graph, model.starts, cluster, request.training)
-    for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
+    usual.sort(key=lambda one: rough_s(*one[1][:3]))
+    for number, (num_ranks, mesh, num, offered) in usual:
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         late += deadline.is_past and bool(plans) and not shared.is_known(plans, mesh, num)
         if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
-        beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
+        least_s = beat_s()
         for own in ordered:
-            staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
+            staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, least_s))
+    finest = shared.in_sequences([one for one, _ in staged], [point for _, point in usual], num_microbatches)
+    for num_ranks, mesh, num, plans in finest if is_open else ():
+        if is_last() and not shared.is_known(plans, mesh, num):
+            break
+        staged += [(one, len(usual)) for one in shared.on(plans, mesh, num_ranks, num, schedules, beat_s())]
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
         if is_last() and not shared.is_known((plan,), mesh, num):
@@ -155,9 +156,13 @@ def sweep(
         for own in ordered:
             staged += [(one, len(usual)) for one in own.on((plan,), mesh, num_ranks, num, schedules)]
     found = [one for one, _ in sorted(staged, key=lambda pair: (pair[0].step_s, pair[1]))]
+    return shared.recut(_ordered(found, cluster), deadline)
+
+
+def _ordered(found: list[Staged], cluster: Cluster) -> list[Staged]:
+    """The points with the groups of devices in the order of `cluster`, if no other order is worth it."""
     as_given = [one for one in found if one.cluster is cluster]
-    is_enough = bool(as_given) and as_given[0].step_s * _WORTH_ORDER <= found[0].step_s
-    return shared.recut(as_given if is_enough else found, deadline)
+    return as_given if as_given and as_given[0].step_s * _WORTH_ORDER <= found[0].step_s else found
 
 
 def _orders(cluster: Cluster, request: PlanRequest) -> tuple[Cluster, ...]:
@@ -192,14 +197,14 @@ def _sub_meshes(plan: str, num_ranks: int, mesh: Mesh) -> Iterator[Mesh]:
     """The meshes of a rank of the pipeline that a point may have had: that of `mesh`, and that of `grids`."""
     if PIPELINE not in mesh.axis_names or mesh.shape[0] == num_ranks:
         yield sub_mesh(mesh)
-    tensor, experts = (
+    tensor, experts, sequence = (
         next((int(word[3:]) for word in re.split("[:,]", plan) if re.fullmatch(rf"{axis}=\d+", word)), 1)
-        for axis in ("tp", EXPERTS)
+        for axis in ("tp", EXPERTS, "cp")
     )
     if mesh.num_devices % (num_ranks * experts) == 0 and tensor == 1 < experts:
         yield Mesh((mesh.num_devices // num_ranks // experts, experts), ("dp", EXPERTS))
-    if mesh.num_devices % (num_ranks * tensor) == 0:
-        sizes = {"dp": mesh.num_devices // (num_ranks * tensor), "tp": tensor}
+    if mesh.num_devices % (num_ranks * tensor * sequence) == 0:
+        sizes = {"dp": mesh.num_devices // (num_ranks * tensor * sequence), "cp": sequence, "tp": tensor}
         named = {key: size for key, size in sizes.items() if size > 1} or {"dp": 1}
         yield Mesh(tuple(named.values()), tuple(named))
 
@@ -239,7 +244,7 @@ class _Sweep:
                 cut, is_lavish = cut_within(own, schedule, limits_bytes), schedule.name == "gpipe" != schedules[0]
                 if not is_lavish and (cut is None or any(cut.num_recomputed)):
                     fitting.discard(plan)
-                if cut is not None and _busy_s(own, cut, schedule) <= beat_s * links[0].speedup:
+                if cut is not None and busy_s(own, cut, schedule) <= beat_s * links[0].speedup:
                     time_s = float(time_of(own, cut, schedule, links))
                     if not is_lavish or time_s <= _WORTH_MEMORY * least_s < math.inf:
                         least_s = min(least_s, time_s)
@@ -285,6 +290,29 @@ class _Sweep:
         gathered = own_bytes * data / (mesh.num_devices * num_ranks) if plan.flavour == "zero2" else 0.0
         mean = sum(self.request.rank_limits(self.cluster, num_ranks)) / num_ranks
         return stored + gathered * (2 if num > 1 else 1) <= mean
+
+    def in_sequences(
+        self, found: Sequence[Staged], tried: Sequence[Point], num_microbatches: Sequence[int]
+    ) -> Iterator[Point]:
+        """The points that split the sequence too, on the meshes of the fastest of `found` in whose microbatches a rank
+        has one sample; of those `tried` if none is found. As long as there are more samples, they are split.
+        """
+
+        def is_finest(plan: HandPlan, mesh: Mesh, num: int) -> bool:
+            return num_data(plan, mesh) * num == self.model.num_samples
+
+        meshes = [(num_ranks, mesh) for num_ranks, mesh, num, plans in tried if is_finest(plans[0], mesh, num)]
+        if found:
+            near_s = _NEAR * min(one.step_s for one in found)
+            near = sorted((one for one in found if one.step_s <= near_s), key=lambda one: one.step_s)
+            finest = (one for one in near if is_finest(one.plan, one.mesh, one.schedule.num_microbatches))
+            meshes = [(one.schedule.num_ranks, one.mesh) for one in finest]
+        few = islice(dict.fromkeys(meshes), _MOST_IN_SEQUENCES)
+        split = dict.fromkeys((num_ranks, own) for num_ranks, mesh in few for own in with_sequence(mesh))
+        for num_ranks, mesh, num, plans in points(self.model, tuple(split), num_microbatches):
+            own = tuple(plan for plan in plans if plan.sequence_axes and is_finest(plan, mesh, num))
+            if own:
+                yield num_ranks, mesh, num, own
 
     def as_whole(self, point: Staged) -> Iterator[tuple[HandPlan, int, Mesh, int]]:
         """The point with whole parameters on the data axes, which need no gathering, if they may fit: (plan, ranks of
@@ -348,38 +376,3 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
         for chunks in _CHUNKS if name == "interleaved" else (1,):
             if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
                 yield Schedule(name, chunks * num_ranks, num_ranks, num)
-
-
-def cut_within(blocks: Blocks, schedule: Schedule, limit_bytes: Limits) -> Partition | None:
-    """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
-
-    It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
-    share that it has without a limit, and then what the others of its rank leave.
-    """
-
-    def cut(limits: float | Sequence[float]) -> Partition | None:
-        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule))
-
-    own = limits_of_stages(schedule, limit_bytes)
-    if schedule.num_stages == schedule.num_ranks:
-        return cut(own)
-    free = cut(math.inf)
-    if free is None or fits_ranks(free, schedule, limit_bytes):
-        return free
-    even = [limit * schedule.num_ranks / schedule.num_stages for limit in own]
-    shared = cut(even), cut(shared_limits(free, schedule, limit_bytes))
-    filled = (with_all_memory(blocks, one, schedule, limit_bytes) for one in shared if one is not None)
-    return min(filled, key=lambda one: _most_of_rank_s(one, schedule), default=None)
-
-
-def _most_of_rank_s(cut: Partition, schedule: Schedule) -> float:
-    return max(sum(cut.times_s[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-
-
-def _busy_s(blocks: Blocks, stages: Partition, schedule: Schedule) -> float:
-    """Seconds of compute of the busiest rank."""
-    times = stage_times(blocks, stages, [FREE])
-    ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
-    return schedule.num_microbatches * max(
-        sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks
-    )

@@ -21,8 +21,8 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.choose_devices import choose_devices
 from autopar.planner.pipeline.hand_points import Model, model_of, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.stage_times import as_run, in_flight, stage_times, waiting
-from autopar.planner.pipeline.sweep import Staged, cut_within, sweep
+from autopar.planner.pipeline.stage_times import as_run, cut_within, in_flight, stage_times, waiting
+from autopar.planner.pipeline.sweep import Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.planner.stages_by_hand import hand_plan_in_stages, plan_by_hand
 from autopar.plans.staged_plan import StagedPlan, check_order

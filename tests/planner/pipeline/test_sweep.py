@@ -10,7 +10,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from autopar.planner.pipeline.hand_points import _counts, grids, model_of
+from autopar.planner.pipeline.hand_points import _counts, grids, model_of, with_sequence
 from autopar.planner.pipeline.sweep import named_point, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
@@ -55,6 +55,35 @@ def test_experts_are_divided_among_some_of_the_ranks_that_split_the_batch() -> N
     costs = HandCosts(points[0].step_s, max(points[0].rank_bytes))
     named = named_point(points[0].name, costs, model, Mesh((64,), ("d",)), cluster, asked)
     assert named is not None and named.mesh == mesh
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_sequences_are_split_where_no_microbatch_can_be_smaller(batch: int) -> None:
+    graph = loss_only(graph_of(example_of(Case("gpt2", "h100", "8", batch, sequence=256, layers=4))))
+    model, cluster, asked = model_of(graph, fold(graph)), load_cluster("h100"), PlanRequest(memory_limit_bytes=1e12)
+    meshes = [*grids(8, cluster, num_layers=2, most_tensor=4)]
+    assert not any(one.plan.sequence_axes for one in sweep(model, meshes, cluster, asked))
+    points = sweep(model, meshes, cluster, asked, is_open=True)
+    split = [one for one in points if one.plan.sequence_axes]
+    assert split or batch > 2
+    for one in split[:4]:
+        sizes = dict(zip(one.mesh.axis_names, one.mesh.shape))
+        assert one.schedule.num_microbatches * sizes.get("dp", 1) == batch and sizes["cp"] > 1
+        costs = HandCosts(one.step_s, max(one.rank_bytes))
+        named = named_point(one.name, costs, model, Mesh((8,), ("d",)), cluster, asked)
+        assert named is not None and named.mesh == one.mesh
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2, 4), ("dp", "tp")), ((8,), ("dp",)), ((4,), ("tp",)), ((2, 4), ("dp", "ep"))]
+)
+def test_an_axis_of_the_sequence_takes_devices_of_all_others(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    known, found = dict(zip(names, shape)), list(with_sequence(Mesh(shape, names)))
+    sizes = [dict(zip(one.axis_names, one.shape)) for one in found]
+    data, tensor = known.get("dp", 1), known.get("tp", 1)
+    every = [(d, c, t) for c in (2, 4, 8) for d in range(1, 9) for t in range(1, 9) if d * c * t == data * tensor]
+    wanted = [(d, c, t) for d, c, t in every if data % d == 0 and tensor % t == 0 and "ep" not in names]
+    assert sorted((one.get("dp", 1), one["cp"], one.get("tp", 1)) for one in sizes) == sorted(wanted)
 
 
 def test_microbatches_of_one_sample_are_tried_of_any_batch() -> None:
