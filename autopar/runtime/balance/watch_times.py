@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from autopar.shares.device_shares import DeviceSpeed, best_shares
 
-# A straggler is persistent if in so many of the last steps other shares would have made the step shorter by this share
-# of it, and by the median of these steps too; less, and fewer, is transient. Two medians of four differ by a few per
-# cent on a quiet machine.
-WINDOW, PERSISTENT, GAIN = 4, 3, 0.05
+# (steps, of which so many, share of the step): a straggler is persistent if in so many of the last steps other shares
+# would have made the step shorter by this share of it, and by the median of these steps too; less, and fewer, is
+# transient. Two medians of four differ by a few per cent on a quiet machine, those of sixteen by less than one.
+SOON, LATER = (4, 3, 0.05), (16, 16 * 3 // 4, 0.02)
 SETTLING = 1  # steps after a change that are not looked at
 
 
@@ -37,7 +37,7 @@ class TimeWatch:
     sizes: tuple[int, ...]
     most_rows: int | None = None
     unit: int = 1
-    recent: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=LATER[0]))
     num_settling: int = SETTLING
 
     def take(self, times_s: Sequence[float]) -> Advice | None:
@@ -46,11 +46,20 @@ class TimeWatch:
             self.num_settling -= 1
             return None
         self.recent.append(tuple(times_s))
-        if len(self.recent) < PERSISTENT:
+        return self._advice_of(*SOON) or self._advice_of(*LATER)
+
+    def _advice_of(self, window: int, num_persistent: int, least_gain: float) -> Advice | None:
+        """Better shares by the last `window` steps, if they gain as much in so many of them and by the median."""
+        recent = list(self.recent)[-window:]
+        if len(recent) < num_persistent:
             return None
-        advice = self._advice([statistics.median(of_rank) for of_rank in zip(*self.recent)])
-        gains = [self._gain(advice.sizes, times) for times in self.recent]
-        is_persistent = advice.gain >= GAIN and sum(gain >= GAIN for gain in gains) >= PERSISTENT
+        times = [statistics.median(of_rank) for of_rank in zip(*recent)]
+        least_s = sum(self.sizes) / sum(size / max(time_s, 1e-9) for time_s, size in zip(times, self.sizes))
+        if 1 - least_s / max(times) < least_gain:  # not even parts of rows gain as much
+            return None
+        advice = self._advice(times)
+        gains = [self._gain(advice.sizes, one) for one in recent]
+        is_persistent = advice.gain >= least_gain and sum(gain >= least_gain for gain in gains) >= num_persistent
         return advice if is_persistent else None
 
     def change(self, sizes: tuple[int, ...]) -> None:
