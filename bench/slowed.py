@@ -35,7 +35,7 @@ from bench.papers.section import table
 from bench.report import Row
 
 ROOT = Path(__file__).parents[1]
-SEQUENCE, ROWS, SLOW = 64, 64, 1
+SEQUENCE, ROWS, SLOW = 64, 128, 1
 SETTLING, TURNS, EACH = 44, 8, 2  # steps, turns, steps of each way in a turn
 STRAGGLES_AT, STRAGGLER_STEPS = 50, 75
 FACTORS, STRAGGLER = (2, 4), 3
