@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import AutoparError
+
 
 @functools.cache
 def settings_counted() -> list[int]:
@@ -29,5 +31,22 @@ def settings_counted() -> list[int]:
         setattr(kind, name, property(member.__get__, counted(member.__set__)))
     for name in ("requires_grad_", "detach_"):
         setattr(kind, name, counted(getattr(torch.Tensor, name)))
-    torch.utils.swap_tensors = counted(torch.utils.swap_tensors)
+    torch.utils.swap_tensors = counted(_among_alike(torch.utils.swap_tensors))
     return count
+
+
+def _among_alike(swap: Callable[..., Any]) -> Callable[..., Any]:
+    """`swap_tensors` that refuses a DTensor and a plain tensor by name, of which torch says that their slots differ."""
+
+    @functools.wraps(swap)
+    def swapped(t1: torch.Tensor, t2: torch.Tensor) -> Any:
+        if isinstance(t1, DTensor) != isinstance(t2, DTensor):
+            x = t1 if isinstance(t1, DTensor) else t2
+            raise AutoparError(
+                f"torch.utils.swap_tensors of a DTensor of shape {tuple(x.shape)}, of which each rank has a part, and a"
+                " plain tensor: expected two DTensors. Give the plain one to model.load_state_dict({name: tensor},"
+                " strict=False), or swap nn.Parameter(distribute_tensor(tensor, x.device_mesh, x.placements))"
+            )
+        return swap(t1, t2)
+
+    return swapped

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from autopar.errors import AutoparError
+from autopar.runtime.checks.count_settings import settings_counted
 from autopar.runtime.checks.dtensor_writes import handle_writes
 from autopar.runtime.checks.module_changes import ModuleWatch
 from tests.workers import Ranks, device_mesh
@@ -189,6 +191,19 @@ def exchanged_at_one_address() -> bool:
     torch.utils.swap_tensors(weight, nn.Parameter(DTensor.from_local(part, weight.device_mesh, [Shard(0)])))
     watch.check_data()
     return watch.has_changed()
+
+
+def swapped_with_a_plain_one() -> None:
+    weight = in_parts(2).norm.weight
+    handle_writes()  # as at the first compile, before settings are counted
+    settings_counted()
+    with pytest.raises(AutoparError, match=r"swap_tensors of a DTensor of shape .*load_state_dict"):
+        torch.utils.swap_tensors(nn.Parameter(torch.ones(4)), weight)
+
+
+@pytest.mark.multirank
+def test_swap_tensors_of_a_weight_and_a_plain_parameter_is_refused_by_name(ranks4: Ranks) -> None:
+    ranks4.run(swapped_with_a_plain_one)
 
 
 @pytest.mark.multirank
