@@ -22,7 +22,7 @@ from autopar.ir.passes.dead_code import drop_dead, fill_by_shape
 from autopar.ir.passes.drop_identities import drop_identities, keep_rows_contiguous
 from autopar.ir.passes.merge_reshapes import merge_reshapes
 from autopar.ir.passes.row_gather import read_own_rows
-from autopar.ir.passes.split_constants import split_constants
+from autopar.ir.passes.split_constants import offset_by_constants, split_constants
 from autopar.ir.passes.turn_grouped import turn_grouped_weights
 from autopar.ir.passes.unflatten_matmul import unflatten_linears, unflatten_products
 
@@ -50,6 +50,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     merge_duplicates,
     keep_rows_contiguous,
     order_free_ops,
+    offset_by_constants,
     split_constants,
     drop_dead,
 )

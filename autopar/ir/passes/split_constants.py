@@ -1,10 +1,48 @@
-"""The pass that moves ops that depend on no input of the model out of the graph, to be computed once at load."""
+"""The passes that make numbers added to a loss constants, and move ops that depend on no input of the model out of the
+graph, to be computed once at load.
+"""
 
 from dataclasses import replace
 
+import torch
+
 from autopar.errors import TraceError
-from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.graph import Graph, Input, Op, Slot, Value, arguments_of
 from autopar.ir.op_facts import is_random
+
+_OFFSETS = {f"aten.{kind}.{form}" for kind in ("add", "sub", "rsub") for form in ("Tensor", "Scalar")}
+_EXACT = (torch.float32, torch.float64)  # in which a number is added as it is as a tensor of this dtype
+
+
+def offset_by_constants(graph: Graph) -> Graph:
+    """`graph` in which what is added to a scalar with a gradient, as in `2 - 2 * similarity.mean()`, is a constant.
+
+    A number beside a sum that is pending would be counted once for each of its terms; of a constant each has its part.
+    """
+    return replace(graph, ops=tuple(single for op in graph.ops for single in _offset(op)))
+
+
+def _offset(op: Op) -> tuple[Op, ...]:
+    if op.target not in _OFFSETS or len(op.inputs) > 1 or not op.outputs[0].needs_grad:
+        return (op,)
+    (output,), named = op.outputs, arguments_of(op)
+    number, alpha = named["other"], named["alpha"]
+    if output.shape or output.dtype not in _EXACT or op.inputs[0].dtype != output.dtype or not _is_real(number, alpha):
+        return (op,)
+    made = replace(output, name=f"{output.name}_offset", needs_grad=False)
+    kwargs = (("dtype", output.dtype),)
+    constant = replace(
+        op, name=made.name, target="aten.full.default", args=((), number), kwargs=kwargs, inputs=(), outputs=(made,)
+    )
+    order = (Slot(1), Slot(0)) if op.target.startswith("aten.rsub") else (Slot(0), Slot(1))
+    kind = "add" if op.target.startswith("aten.add") else "sub"
+    scaled = () if alpha == 1 else (("alpha", alpha),)
+    target = f"aten.{kind}.Tensor"
+    return constant, replace(op, target=target, args=order, kwargs=scaled, inputs=(*op.inputs, made))
+
+
+def _is_real(*numbers: object) -> bool:
+    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
 
 
 def split_constants(graph: Graph) -> Graph:

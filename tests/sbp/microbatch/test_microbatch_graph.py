@@ -79,6 +79,15 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
+@pytest.mark.parametrize(
+    "offset",
+    [lambda x: 2 - 2 * x, lambda x: 1 + x, lambda x: torch.rsub(x, 3, alpha=2) - 0.5, lambda x: (x - 0.25) / 3],
+)
+def test_numbers_beside_the_mean_of_a_loss_are_counted_once(offset):
+    model = WithLoss(nn.Linear(4, 3).double(), lambda y, target: offset((y * target).sum(1).mean()))
+    check(model, (torch.randn(8, 4).double(), torch.randn(8, 3).double()), {})
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
 def test_language_models_with_ignored_labels(name, exact):
     case = t5() if name == "t5" else zoo.build(name)
