@@ -215,10 +215,7 @@ ERRORS = {
     "item": (lambda model, x: x * x.sum().item(), "aten.item.default gives a number"),
     "nonzero": (lambda model, x: x.nonzero(), "torch.where with a mask"),
     "index by mask": (lambda model, x: x[x > 0], "torch.where with a mask"),
-    "cond": (
-        lambda model, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
-        "higher_order.cond is control flow",
-    ),
+    "cond": (lambda model, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "torch.cond of"),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
     "parameter": (_write_parameter, "in place after %linear_1 read it"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
