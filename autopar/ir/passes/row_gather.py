@@ -28,6 +28,10 @@ _PLACES = (
 )
 _KEEPING = frozenset((*RESHAPES, *PERMUTATIONS, "aten.slice.Tensor", "aten.select.int", "aten.expand.default"))
 _PUT = "aten.index_put.default"
+# Of numbers that are not below 0, by one that is above: a quotient without the rest, and the rest.
+_QUOTIENTS = ("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode")
+_RESTS = ("aten.remainder.Scalar", "aten.fmod.Scalar")
+_INDEX, _SELECT = "aten.index.Tensor", "aten.index_select.default"
 
 
 def read_own_rows(graph: Graph) -> Graph:
@@ -40,7 +44,7 @@ def read_own_rows(graph: Graph) -> Graph:
 def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...]:
     if (apart := _apart(op, made, names)) is not None:
         return apart
-    if op.target not in ("aten.index.Tensor", _PUT) or len(op.inputs) < 3 + (op.target == _PUT):
+    if op.target not in (_INDEX, _PUT) or len(op.inputs) < 3 + (op.target == _PUT):
         return (op,)
     x, rows, *columns = op.inputs[:-1] if op.target == _PUT else op.inputs
     if op.args[1] != tuple(Slot(i + 1) for i in range(len(columns) + 1)):
@@ -59,7 +63,7 @@ def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...
 
 def _apart(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...] | None:
     """The ops of an index of rows and columns that are counted as one; None if `op` is none."""
-    if op.target != "aten.index.Tensor" or op.args[1] != (Slot(1),):
+    if (op.target, op.args[1:]) not in ((_INDEX, ((Slot(1),),)), (_SELECT, (0, Slot(1)))):
         return None
     (flat, index), (output,) = op.inputs, op.outputs
     joined, added = made.get(flat.name), made.get(index.name)
@@ -79,7 +83,8 @@ def _apart(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...] | 
     for columns, starts in sums:
         if columns.shape == added.outputs[0].shape and _starts_rows(starts, x, columns, made):
             found = replace(output, name=_unique(f"{output.name}_own", names), shape=(*columns.shape, *x.shape[2:]))
-            pair = replace(op, args=(Slot(0), (Slot(1), Slot(2))), inputs=(x, starts, columns), outputs=(found,))
+            args = (Slot(0), (Slot(1), Slot(2)))
+            pair = replace(op, target=_INDEX, args=args, inputs=(x, starts, columns), outputs=(found,))
             return (*_columns_each(pair, names), _reshape(op, found, output.shape, output.name))
     return None
 
@@ -98,14 +103,29 @@ def _starts_rows(starts: Value, x: Value, columns: Value, made: Mapping[str, Op]
 
 def _are_below(size: int, columns: Value, made: Mapping[str, Op]) -> bool:
     """Whether all numbers of `columns` are at least 0 and below `size`, as places in a dim of no more are."""
-    op = made.get(columns.name)
-    while op is not None and op.target in _KEEPING and op.outputs[0].dtype == columns.dtype:
-        columns = op.inputs[0]
-        op = made.get(columns.name)
-    if op is None or op.target not in _PLACES or columns.name != op.outputs[-1].name:
-        return False
-    dim, shape = arguments_of(op)["dim"], op.inputs[0].shape
-    return bool(shape) and (math.prod(shape) if dim is None else shape[dim]) <= size
+    end = _end(columns, made)
+    return end is not None and end <= size
+
+
+def _end(numbers: Value, made: Mapping[str, Op]) -> int | None:
+    """A bound of `numbers`, all of which are below it and none below 0: places in a dim, quotients and rests of such."""
+    op = made.get(numbers.name)
+    if op is None:
+        return None
+    if op.target in _PLACES:
+        dim, shape = arguments_of(op)["dim"], op.inputs[0].shape
+        is_place = bool(shape) and numbers.name == op.outputs[-1].name
+        return (math.prod(shape) if dim is None else shape[dim]) if is_place else None
+    if op.target in _KEEPING:  # a view as another dtype has other numbers
+        return None if op.inputs[0].dtype != numbers.dtype else _end(op.inputs[0], made)
+    by = arguments_of(op).get("other") if op.target in (*_QUOTIENTS, *_RESTS) else None
+    if type(by) is not int or by < 1:
+        return None
+    end = _end(op.inputs[0], made)
+    is_whole = "mode" not in op.target or arguments_of(op)["rounding_mode"] is not None
+    if end is None or not is_whole:
+        return None
+    return min(end, by) if op.target in _RESTS else -(-end // by)
 
 
 def _counts(rows: Value, made: Mapping[str, Op]) -> bool:

@@ -14,6 +14,7 @@ from autopar.sbp.placement import Placement, S
 from autopar.sbp.signature import Signature
 
 _CAT, _SPLIT, _SLICE = "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor"
+_REPEAT = "aten.repeat.default"
 Sections = tuple[int, ...]
 _MOST_WAYS = 64  # in which the runs that are joined may be in sections
 
@@ -28,6 +29,8 @@ def in_sections(op: Op, plain: Sequence[Signature], present: Sequence[Sections])
             yield from _joined_runs(dim, [value.shape[dim] for value in op.inputs], present)
     if op.target in RESHAPES:
         yield from _joined(op)
+    if op.target == _REPEAT:
+        yield from _repeated(op, present)
     for sections in present:
         yield from _apart(op, sections)
         for signature in plain:
@@ -69,6 +72,16 @@ def _joined_runs(dim: int, sizes: Sequence[int], present: Sequence[Sections]) ->
     for way in itertools.product(*few):
         ends = [size * share // (sum(one) or 1) for size, one in zip(sizes, way) for share in one or (1,)]
         yield Signature(tuple(S(dim, sections=one) for one in way), (S(dim, sections=_lowest(ends)),))
+
+
+def _repeated(op: Op, present: Sequence[Sections]) -> Iterator[Signature]:
+    """The signatures in which all rows, which may be in sections, are there several times, one after the other."""
+    (value,), (made,) = op.inputs, op.outputs
+    added = len(made.shape) - len(value.shape)
+    for dim, size in enumerate(value.shape):
+        times = made.shape[dim + added] // size if size > 1 else 0
+        for one in ((), *present) if times > 1 else ():
+            yield Signature((S(dim, sections=one),), (S(dim + added, sections=_lowest((one or (1,)) * times)),))
 
 
 def _apart(op: Op, sections: Sections) -> Iterator[Signature]:

@@ -83,6 +83,18 @@ def neighbours(model: Own, y: Tensor, places: Tensor) -> Tensor:
     return (around - y.unsqueeze(2)).tanh().square().mean() + most.exp().mean()
 
 
+def beams(model: Own, y: Tensor, places: Tensor) -> Tensor:
+    """A beam search: the best of the words of all beams, each of which goes on from the beam that it was of."""
+    state, offset, scores = y[:, :3], torch.arange(len(y))[:, None] * 3, y[:, :3, 0]
+    for _ in range(2):
+        totals = scores[..., None] + model.layer(state).log_softmax(-1)
+        scores, best = totals.flatten(1).topk(3, -1)
+        of, word = torch.div(best, 8, rounding_mode="floor"), best % 8
+        state = state.reshape(-1, 8).index_select(0, (of + offset).view(-1)).view_as(state) + F.one_hot(word, 8)
+        state = state + state.flatten(0, 1)[best // 8 + offset].sin()
+    return (scores * state.square().mean(-1)).mean()
+
+
 def matched(model: Own, y: Tensor, places: Tensor) -> Tensor:
     """Targets at the places that a model finds, as detectors have them."""
     target = torch.full(y.shape[:2], 2)
@@ -100,6 +112,7 @@ OWN = {
     "joined steps": stepped,
     "targets of a matching": matched,
     "places counted through all": neighbours,
+    "beams": beams,
     "numbers of the batch": counted,
     "a branch": checked,
     "zeros like a sample": lambda m, y, places: (y + torch.zeros_like(y[0])).square().mean(),
@@ -111,9 +124,17 @@ def test_own_rows(name: str) -> None:
     check(Own(OWN[name]).double(), (torch.randn(8, 6, 8).double(), PLACES), {}, counts=(2, 4))
 
 
-def test_places_that_may_be_of_another_sample_are_refused() -> None:
+@pytest.mark.parametrize(
+    "places_of",
+    [
+        lambda y, places: places,  # of which one is -1
+        lambda y, places: y.flatten(1).argmax(1, keepdim=True) // 4,  # of which one may be 6
+        lambda y, places: y.argmax(1) // -1,
+    ],
+)
+def test_places_that_may_be_of_another_sample_are_refused(places_of) -> None:
     def next_sample(model: Own, y: Tensor, places: Tensor) -> Tensor:
-        return y.flatten(0, 1)[rows(y) * 6 + places].mean()  # of which one is -1
+        return y.flatten(0, 1)[rows(y) * 6 + places_of(y, places)].mean()
 
     with pytest.raises(MicrobatchError, match=r"index\.Tensor"):
         microbatched(trace(Own(next_sample), (torch.randn(8, 6, 8), PLACES), {}), 2)

@@ -62,6 +62,25 @@ def test_three_of_a_kind_are_too() -> None:
     check(model.double(), batch(3), {}, counts=(2, 8))
 
 
+class Repeated(nn.Module):
+    """A layer on the rows of two arguments, each several times, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.layer(x.repeat(3, 1, 1)).tanh() * torch.cat([y, y * 2, y.exp()])
+        pairs = torch.cat([x, y]).repeat(2, 1, 1)
+        pooled = x[:, 0].repeat(2, 1, 1) * y[:, 0].sin()  # of the rows as they are
+        return made.square().mean() + (self.layer(pairs) * torch.cat([y, x, x * y, x + y])).mean() + pooled.mean()
+
+
+def test_rows_that_are_repeated_are_those_of_the_whole_batch() -> None:
+    check(Repeated().double(), (torch.randn(8, 3, 4).double(), torch.randn(8, 3, 4).double()), {}, counts=(2, 4))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
