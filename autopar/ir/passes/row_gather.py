@@ -108,7 +108,7 @@ def _are_below(size: int, columns: Value, made: Mapping[str, Op]) -> bool:
 
 
 def _end(numbers: Value, made: Mapping[str, Op]) -> int | None:
-    """A bound of `numbers`, all of which are below it and none below 0: places in a dim, quotients and rests of such."""
+    """A bound that all `numbers` are below, and none below 0: places in a dim, and quotients and rests of such."""
     op = made.get(numbers.name)
     if op is None:
         return None
