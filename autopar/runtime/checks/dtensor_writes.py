@@ -41,7 +41,15 @@ _ON_THE_WHOLE = (
     "triu_",
 )
 # Reads of the same kind.
-_READ_ON_THE_WHOLE = (aten.allclose.default, aten.bincount.default, aten.masked_select.default, aten.nonzero.default)
+_READ_ON_THE_WHOLE = (
+    aten.allclose.default,
+    aten.bincount.default,
+    aten.masked_select.default,
+    aten.nonzero.default,
+    # of whose ops torch 2.13 tries the layouts, one after the other, for minutes; these draw no random numbers
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 # Reads of which torch 2.13's own result is wrong, along a dim counted from the last, or of which some ranks wait for
 # others that do not come.
 _WRONG_IN_PARTS = (

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -204,3 +205,24 @@ def stepped_by_other_parts() -> str:
 def test_fused_updates_of_parts_that_lie_otherwise_are_refused(ranks4: Ranks) -> None:
     for told in ranks4.run(stepped_by_other_parts):
         assert "_fused_sgd_" in told and "expects tensors that lie alike" in told and "Shard(dim=1)" in told
+
+
+def attention_of_parts() -> list[torch.Tensor]:
+    """The largest error of attention outside of a model, and of its gradient, for each layout."""
+    handle_writes()
+    mesh, given = device_mesh((2, 2), ("a", "b")), torch.linspace(-3, 3, 120).sin().view(2, 2, 5, 6)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.scaled_dot_product_attention(x.requires_grad_(), x * 2, x + 1)
+        (y * y).sum().backward()
+        return y.detach(), x.grad
+
+    expected = run(given.clone())
+    found = [run(distribute_tensor(given.clone(), mesh, layout)) for layout in LAYOUTS]
+    return [(x.full_tensor() - y).abs().max() for each in found for x, y in zip(each, expected)]
+
+
+@pytest.mark.multirank
+def test_attention_of_parts_is_answered_at_once(ranks4: Ranks) -> None:
+    for errors in ranks4.run(attention_of_parts, timeout_s=60):
+        assert max(errors) < 1e-5
