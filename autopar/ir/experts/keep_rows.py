@@ -17,7 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
+from autopar.ir.export.source_lines import quoted_here
 from autopar.ir.graph import resolve
+from autopar.ir.guards.guard_ops import NOTE
+from autopar.ir.guards.raising_branches import answer_without_error
 from autopar.ir.masks.picked_rows import PICKED
 from autopar.torch_compat import FakeTensor, disable_proxy_modes_tracing, pytree, without_dispatch_modes
 
@@ -48,6 +51,7 @@ _NONZERO = (torch.nonzero, _TENSOR.nonzero, torch.argwhere, _TENSOR.argwhere)
 _EQUAL = (torch.eq, _TENSOR.eq, _TENSOR.__eq__)
 _ABOVE = (torch.gt, torch.greater, _TENSOR.gt, _TENSOR.greater, _TENSOR.__gt__)
 _SUMS = (torch.sum, _TENSOR.sum, torch.any, _TENSOR.any)
+_ANY = (torch.any, _TENSOR.any)
 _VIEWS = (torch.squeeze, _TENSOR.squeeze, _TENSOR.bool, _TENSOR.to)
 
 
@@ -88,7 +92,7 @@ class RowsKept(TorchFunctionMode):
     """A context in which selected rows are ops; of no rows at all if the experts are `idle`.
 
     `is_known`: whether the example tells the values of a mask, which then decide. `picks`: whether the rows that a
-    mask selects are `autopar.picked`, of which there may be none.
+    mask selects are `autopar.picked`, of which there may be none. `is_answered`: whether a tensor's truth is told.
     """
 
     def __init__(
@@ -97,9 +101,11 @@ class RowsKept(TorchFunctionMode):
         *,
         idle: bool = False,
         picks: Callable[[torch.Tensor], bool] = lambda _: False,
+        is_answered: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         super().__init__()
         self.is_known, self.idle, self.picks, self.seen = is_known, idle, picks, _Seen()
+        self.is_answered = is_answered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -209,6 +215,8 @@ class RowsKept(TorchFunctionMode):
         x, *rest = args
         if not rest and not kwargs and any(x is mask for mask in self.seen.compared.values()):
             return self.seen.keep(func(x), "some", id(self._held(x)))
+        if not rest and not kwargs and func in _ANY and x.dtype == torch.bool and self.picks(x):
+            return self.seen.keep(func(x), "any", id(self._held(x)))
         dims = kwargs.get("dim", rest[0] if rest else None)
         dims = (dims,) if isinstance(dims, int) else dims
         if not isinstance(dims, tuple | list) or len(kwargs.keys() - {"dim"}) or len(rest) > 1:
@@ -225,8 +233,14 @@ class RowsKept(TorchFunctionMode):
         return self.seen.keep(func(*args), {"sum": "hit"}.get(kind, kind), of)
 
     def truth(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Whether there are rows; of those that are picked there may be none, and the branch is one on values."""
+        """Whether there are rows; of those that are picked there may be none, and the branch is one on values. That a
+        mask, not of an expert, has any is taken to be so, and each call checks it.
+        """
         kind, of = self.seen.kinds.get(id(args[0]), ("", 0))
+        if kind == "any" and not self.is_answered(args[0]) and answer_without_error() is None:
+            self.seen.asked.add(of)
+            resolve(NOTE)([args[0]], "Ne(v0, 0)", quoted_here())
+            return True
         if kind != "some" or self.is_known(args[0]) or self.picks(args[0]):
             return None
         self.seen.asked.add(of)

@@ -69,12 +69,20 @@ def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
             return at if op.outputs[0].shape[at] == shapes[0][first] else None
         if op.target in PERMUTATIONS:
             return order_of(op.target, op.args[1:], len(shapes[0]), **dict(op.kwargs)).index(first)
-        last = len(shapes[0]) - 1
-        if op.target in ("aten.linear.default", "aten.matmul.default", "aten.mm.default"):  # a sum over the last dim
-            is_matrix = op.target == "aten.linear.default" or len(shapes[1]) == 2
-            return first if first < last and is_matrix else None
-        if op.target in ("aten.layer_norm.default", "aten.rms_norm.default"):
-            return first if first <= last - len(op.args[1]) else None
+        return _of_last_dims(op, first, shapes)
+    return None
+
+
+def _of_last_dims(op: Op, first: int, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """Ops that compute or add numbers along the last dims."""
+    last = len(shapes[0]) - 1
+    if op.target == "aten.pad.default":  # pairs of a dim each, from the last one
+        return first if not any(op.args[1][2 * (last - first) : 2 * (last - first) + 2]) else None
+    if op.target in ("aten.linear.default", "aten.matmul.default", "aten.mm.default"):  # a sum over the last dim
+        is_matrix = op.target == "aten.linear.default" or len(shapes[1]) == 2
+        return first if first < last and is_matrix else None
+    if op.target in ("aten.layer_norm.default", "aten.rms_norm.default"):
+        return first if first <= last - len(op.args[1]) else None
     return None
 
 

@@ -111,7 +111,7 @@ def _rows_kept(known: KnownValues, idle: bool, picks: str) -> RowsKept:
         return known.knows(mask) and not known.is_given(mask)
 
     picked = known.is_given if picks == "given" else lambda mask: not is_known(mask)
-    return RowsKept(is_known, idle=idle, picks=picked)
+    return RowsKept(is_known, idle=idle, picks=picked, is_answered=known.is_answered)
 
 
 def _checked_export(

@@ -125,6 +125,10 @@ class KnownValues(TorchFunctionMode):
         known = self._of(x)
         return known is not None and known.depends_on == ARGUMENTS
 
+    def is_answered(self, x: torch.Tensor) -> bool:
+        """Whether the example tells the truth of a tensor, or it follows from numbers being finite or drawn."""
+        return self.knows(x) or self.finite.of(x) is not None or self.drawn.of(x) is not None
+
     def _run(self, original: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of `func` on fake tensors, as `original()` gives it or as the values decide."""
         leaves = pytree.tree_leaves((args, kwargs))

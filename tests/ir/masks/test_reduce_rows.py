@@ -151,11 +151,25 @@ def farthest_points(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) 
     return torch.stack(found).square().mean()
 
 
+def inside(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    """A function within bounds, and the identity in the tails, as splines of flows are."""
+    h = x @ w
+    near = (h > -1) & (h < 1)
+    made = torch.zeros_like(h)
+    made[~near] = h[~near]
+    if torch.any(near):
+        picked = h[near]
+        if torch.min(picked) < -1 or torch.max(picked) > 1:
+            raise ValueError("outside")
+        made[near] = F.pad(picked[:, None].sin(), (1, 1)).cumsum(-1)[:, 2]
+    return (made * y).mean()
+
+
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
     *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
     *(losses_of_each, distances, counts_of_each, hard_ones),
-    *(selected_by_the_model, by_hand, centerness, farthest_points),
+    *(selected_by_the_model, by_hand, centerness, farthest_points, inside),
 ]
 
 
@@ -201,6 +215,13 @@ def test_no_row_at_all() -> None:
     graph = trace(model, (), given)
     given["mask"] = torch.zeros_like(given["mask"])
     assert run_on(graph, model, given).isnan() and model(**given).isnan()
+
+
+def test_a_mask_without_any_that_the_model_asked_for_names_the_line() -> None:
+    model, given = Model(inside), batch(0.5)
+    graph = trace(model, (), given)
+    with pytest.raises(AutoparError, match=r"torch\.any\(near\)"):
+        run_on(graph, model, given | {"x": given["x"] * 1e6})
 
 
 def compared_with_one_another(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
