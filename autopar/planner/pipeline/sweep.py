@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
@@ -32,8 +32,9 @@ _MOST_LATE, _FEW_LATE, _LATEST = 8, 2, 1.5
 _SHOWN = 1.5
 # The number of meshes, each with a number of microbatches, for which the plan with whole parameters is tried too.
 _MOST_WHOLE = 12
-# The number of meshes that are tried with an axis for the sequence.
-_MOST_IN_SEQUENCES = 3
+# The number of meshes that are tried with an axis for the sequence, and the share of the step without it that points on
+# them take at most; with a third axis, whose search takes ten times as long, the share of the step without that.
+_MOST_IN_SEQUENCES, _WORTH_SEQUENCE, _WORTH_AXIS = 3, 0.97, 0.9
 # The most points whose cut is made better, and how near they are to the fastest.
 _MOST_RECUT, _NEAR = 12, 1.15
 # The share of the step that a better cut takes at most. The search changes the times of blocks by as much as the rest:
@@ -128,8 +129,8 @@ def sweep(
 
     staged: list[tuple[Staged, int]] = []
 
-    def beat_s() -> float:
-        return min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
+    def best_s() -> float:
+        return min((one.step_s for one, _ in staged), default=math.inf)
 
     for num_ranks, mesh in meshes if cluster.groups is None else ():
         check_mesh(cluster, num_ranks * mesh.num_devices)
@@ -141,14 +142,13 @@ def sweep(
         late += deadline.is_past and bool(plans) and not shared.is_known(plans, mesh, num)
         if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
-        least_s = beat_s()
+        beat_s = best_s() * _SHOWN
         for own in ordered:
-            staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, least_s))
-    finest = shared.in_sequences([one for one, _ in staged], [point for _, point in usual], num_microbatches)
-    for num_ranks, mesh, num, plans in finest if is_open else ():
-        if is_last() and not shared.is_known(plans, mesh, num):
-            break
-        staged += [(one, len(usual)) for one in shared.on(plans, mesh, num_ranks, num, schedules, beat_s())]
+            staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
+    if is_open:
+        finest = shared.finest_points([one for one, _ in staged], usual, num_microbatches)
+        split = shared.in_sequences(finest, schedules, best_s(), is_last)
+        staged += ((one, len(usual)) for one in split)
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
         if is_last() and not shared.is_known((plan,), mesh, num):
@@ -292,16 +292,30 @@ class _Sweep:
         return stored + gathered * (2 if num > 1 else 1) <= mean
 
     def in_sequences(
-        self, found: Sequence[Staged], tried: Sequence[Point], num_microbatches: Sequence[int]
+        self, finest: Iterable[Point], schedules: Sequence[str], whole_s: float, is_last: Callable[[], bool]
+    ) -> list[Staged]:
+        """Of the points that split the sequence those that are worth it beside `whole_s`, of the best that does not."""
+        found: list[Staged] = []
+        for num_ranks, mesh, num, plans in finest:
+            if is_last() and not self.is_known(plans, mesh, num):
+                break
+            best_s = min((one.step_s for one in found), default=whole_s)
+            worth_s = _WORTH_SEQUENCE * whole_s if mesh.ndim < 3 else _WORTH_AXIS * best_s
+            split = self.on(plans, mesh, num_ranks, num, schedules, worth_s)
+            found += [one for one in split if one.step_s <= worth_s]
+        return found
+
+    def finest_points(
+        self, found: Sequence[Staged], tried: Sequence[tuple[int, Point]], num_microbatches: Sequence[int]
     ) -> Iterator[Point]:
-        """The points that split the sequence too, on the meshes of the fastest of `found` in whose microbatches a rank
-        has one sample; of those `tried` if none is found. As long as there are more samples, they are split.
+        """The points that split the sequence too, the fewest axes first, on the meshes of the fastest of `found` in
+        whose microbatches a rank has one sample; of those `tried` if none is found. More samples are split instead.
         """
 
         def is_finest(plan: HandPlan, mesh: Mesh, num: int) -> bool:
             return num_data(plan, mesh) * num == self.model.num_samples
 
-        meshes = [(num_ranks, mesh) for num_ranks, mesh, num, plans in tried if is_finest(plans[0], mesh, num)]
+        meshes = [(num_ranks, mesh) for _, (num_ranks, mesh, num, plans) in tried if is_finest(plans[0], mesh, num)]
         if found:
             near_s = _NEAR * min(one.step_s for one in found)
             near = sorted((one for one in found if one.step_s <= near_s), key=lambda one: one.step_s)
@@ -309,7 +323,8 @@ class _Sweep:
             meshes = [(one.schedule.num_ranks, one.mesh) for one in finest]
         few = islice(dict.fromkeys(meshes), _MOST_IN_SEQUENCES)
         split = dict.fromkeys((num_ranks, own) for num_ranks, mesh in few for own in with_sequence(mesh))
-        for num_ranks, mesh, num, plans in points(self.model, tuple(split), num_microbatches):
+        few_axes = sorted(split, key=lambda one: one[1].ndim)
+        for num_ranks, mesh, num, plans in points(self.model, few_axes, num_microbatches):
             own = tuple(plan for plan in plans if plan.sequence_axes and is_finest(plan, mesh, num))
             if own:
                 yield num_ranks, mesh, num, own
