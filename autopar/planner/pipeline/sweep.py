@@ -35,6 +35,8 @@ _MOST_WHOLE = 12
 # The number of meshes that are tried with an axis for the sequence, and the share of the step without it that points on
 # them take at most; with a third axis, whose search takes ten times as long, the share of the step without that.
 _MOST_IN_SEQUENCES, _WORTH_SEQUENCE, _WORTH_AXIS = 3, 0.97, 0.9
+# The share of the time for the points without.
+_SHARE_WITHOUT = 0.6
 # The most points whose cut is made better, and how near they are to the fastest.
 _MOST_RECUT, _NEAR = 12, 1.15
 # The share of the step that a better cut takes at most. The search changes the times of blocks by as much as the rest:
@@ -123,6 +125,7 @@ def sweep(
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     num_microbatches = () if request.num_microbatches is None else (request.num_microbatches,)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
+    enough = deadline.part(_SHARE_WITHOUT) if is_open else NEVER
 
     def is_last() -> bool:
         return latest.is_past or deadline.is_stopped
@@ -139,8 +142,9 @@ def sweep(
     usual.sort(key=lambda one: rough_s(*one[1][:3]))
     for number, (num_ranks, mesh, num, offered) in usual:
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
-        late += deadline.is_past and bool(plans) and not shared.is_known(plans, mesh, num)
-        if late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
+        is_new = bool(plans) and not shared.is_known(plans, mesh, num)
+        late += deadline.is_past and is_new
+        if late > (_FEW_LATE if staged and is_last() else _MOST_LATE) or (is_new and staged and enough.is_past):
             break
         beat_s = best_s() * _SHOWN
         for own in ordered:

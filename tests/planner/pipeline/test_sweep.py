@@ -36,8 +36,9 @@ def test_points_whose_costs_are_known_are_tried_again_without_time() -> None:
     model, cluster, asked = model_of(graph, fold(graph)), load_cluster("h100"), PlanRequest(memory_limit_bytes=1e12)
     meshes = [*grids(8, cluster, num_layers=8, most_tensor=4)]
     swept = sweep(model, meshes, cluster, asked)
-    again = sweep(model, meshes, cluster, asked, deadline=Deadline.after(0.0))
-    assert len(again) > 8 and {one.name for one in again} == {one.name for one in swept}
+    for is_open in (False, True):
+        again = sweep(model, meshes, cluster, asked, deadline=Deadline.after(0.0), is_open=is_open)
+        assert len(again) > 8 and {one.name for one in again} == {one.name for one in swept}
 
 
 def test_experts_are_divided_among_some_of_the_ranks_that_split_the_batch() -> None:
