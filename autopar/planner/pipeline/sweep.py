@@ -144,27 +144,29 @@ def sweep(
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         is_new = bool(plans) and not shared.is_known(plans, mesh, num)
         late += deadline.is_past and is_new
-        if late > (_FEW_LATE if staged and is_last() else _MOST_LATE) or (is_new and staged and enough.is_past):
+        is_enough = is_new and bool(staged) and enough.is_past and not deadline.is_past
+        if is_enough or late > (_FEW_LATE if staged and is_last() else _MOST_LATE):
             break
         beat_s = best_s() * _SHOWN
         for own in ordered:
             staged += ((one, number) for one in own.on(plans, mesh, num_ranks, num, schedules, beat_s))
     if is_open:
         finest = shared.finest_points([one for one, _ in staged], usual, num_microbatches)
-        split = shared.in_sequences(finest, schedules, best_s(), is_last)
-        staged += ((one, len(usual)) for one in split)
+        staged += ((one, len(usual)) for one in shared.in_sequences(finest, schedules, best_s(), is_last))
     whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
         if is_last() and not shared.is_known((plan,), mesh, num):
             break
         for own in ordered:
             staged += [(one, len(usual)) for one in own.on((plan,), mesh, num_ranks, num, schedules)]
+    return shared.recut(_ordered(staged, cluster), deadline)
+
+
+def _ordered(staged: Sequence[tuple[Staged, int]], cluster: Cluster) -> list[Staged]:
+    """The points, fastest first: those with the groups of devices in the order of `cluster`, if no other order is worth
+    it.
+    """
     found = [one for one, _ in sorted(staged, key=lambda pair: (pair[0].step_s, pair[1]))]
-    return shared.recut(_ordered(found, cluster), deadline)
-
-
-def _ordered(found: list[Staged], cluster: Cluster) -> list[Staged]:
-    """The points with the groups of devices in the order of `cluster`, if no other order is worth it."""
     as_given = [one for one in found if one.cluster is cluster]
     return as_given if as_given and as_given[0].step_s * _WORTH_ORDER <= found[0].step_s else found
 
