@@ -17,6 +17,7 @@ from autopar.errors import TraceError
 from autopar.ir.export.fake_device import fake_like
 from autopar.ir.export.source_lines import COMMUNICATES
 from autopar.ir.function_ops import MADE_OF_NUMBERS, TENSOR, Application, is_constant, target_of
+from autopar.ir.functions.one_device import in_function
 from autopar.ir.graph import resolve
 from autopar.torch_compat import (
     FunctionApply,
@@ -89,7 +90,7 @@ def _applied(original: FunctionApply, cls: type[torch.autograd.Function], args: 
         copies = [fake_like(x).clone() for x in tensors]  # as a leaf, what needs a gradient cannot be written to
         given = iter(copies)
         probe.known = [*copies]
-        with probe:
+        with probe, in_function():
             result = original(*(next(given) if isinstance(arg, torch.Tensor) else arg for arg in args))
         _check(name, copies, probe)
     leaves = result if isinstance(result, tuple) else (result,)

@@ -15,7 +15,7 @@ from autopar.ir.export import functionalise, inplace_ops
 from autopar.ir.export.functionalise import Storage, View, read, whole
 from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
-from autopar.ir.export.source_lines import COMMUNICATES, TRANSFORMS, line_of_stack, module_of, quote_stack
+from autopar.ir.export.source_lines import TRANSFORMS, line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
 from autopar.ir.function_ops import known_target
 from autopar.ir.gradients.gradient_op import FROZEN, GRADIENT, TRACKED
@@ -52,7 +52,6 @@ _SIZED_BY_VALUES = frozenset(
 _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 )
-_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional.", "c10d.")
 _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
 _PARTS = tuple(
     f"aten.{name}."
@@ -122,8 +121,6 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         made, index = _arguments(node)
         return region.env[made][index]
     target = _target_of(node)
-    if target.startswith(_COLLECTIVES):
-        raise TraceError(f"{_quote(node)}: {COMMUNICATES}")
     if is_only_checked(node) or _gives_no_tensor(node):
         return None
     if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):

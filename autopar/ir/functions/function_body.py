@@ -11,8 +11,10 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.errors import TraceError
 from autopar.ir.call_args import call, take_slots
-from autopar.ir.function_ops import MADE_OF_NUMBERS, is_function
+from autopar.ir.function_ops import MADE_OF_NUMBERS, class_of, is_function
+from autopar.ir.functions.one_device import in_function, on_one_device
 from autopar.ir.graph import Op, Value
 from autopar.ir.op_facts import is_random, is_view
 from autopar.torch_compat import FakeTensorMode, OpOverload, pytree
@@ -60,7 +62,10 @@ def body_of(op: Op) -> FunctionBody | None:
     """The ops of the custom function `op`; None if it draws random numbers, reads values, writes to tensors or keeps
     tensors of its own, so that ops on tensors without data do not say what it does.
     """
-    return _body(op.nameless) if is_function(op) else None
+    try:
+        return _body(op.nameless) if is_function(op) else None
+    except TraceError as error:
+        raise TraceError(f"{op.line}: {error}") from None
 
 
 def body_on(op: Op, shapes: tuple[tuple[int, ...], ...]) -> FunctionBody | None:
@@ -77,6 +82,8 @@ def _body(op: Op) -> FunctionBody | None:
         return None
     try:
         return _read(op, _traced(op))
+    except TraceError:
+        raise
     except Exception:  # the user's code, which was written for tensors with data
         return None
 
@@ -92,7 +99,8 @@ def _traced(op: Op) -> FxGraph:
         found = iter(torch.autograd.grad(ends, wanted, gradients, allow_unused=True) if ends and wanted else ())
         return *results, *(next(found, None) if value.needs_grad else None for value in op.inputs)
 
-    with FakeTensorMode(), torch.enable_grad():
+    function = class_of(op.target)
+    with on_one_device([] if function is None else [function]), in_function(), FakeTensorMode(), torch.enable_grad():
         given = [torch.empty(v.shape, dtype=v.dtype, requires_grad=v.needs_grad) for v in op.inputs]
         given += [torch.empty_like(x.detach()) for x, value in zip(call(op, given), op.outputs) if value.needs_grad]
         return make_fx(both)(*given).graph
