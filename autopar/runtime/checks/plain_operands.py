@@ -21,44 +21,30 @@ _OUTSIDE = (
     "{} was called with a plain tensor that needs a gradient beside a DTensor: a parameter of a compiled model was used"
     " outside of it, with what the model returned. Do that in the model's forward, or give p.full_tensor()"
 )
+
+
+def _of_several(names: str, kind: str = "Tensor") -> tuple[OpOverload, ...]:
+    """The overloads of these ops that read more than one tensor, or list of them, and give a new one or write to it."""
+    packets = [getattr(aten, name) for name in names.split()]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return tuple(op for op in overloads if "out" not in op._overloadname and _num_arguments(op, kind) > 1)
+
+
+def _num_arguments(op: OpOverload, kind: str) -> int:
+    return sum(kind in str(argument.type) for argument in op._schema.arguments)
+
+
 # In place.
-_WRITES = (
-    aten.add_.Tensor,
-    aten.addcdiv_.default,
-    aten.addcmul_.default,
-    aten.addmm_.default,
-    aten.baddbmm_.default,
-    aten.copy_.default,
-    aten.div_.Tensor,
-    aten.lerp_.Scalar,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
-    aten.mul_.Tensor,
-    aten.sub_.Tensor,
+_WRITES = _of_several(
+    "add_ addcdiv_ addcmul_ addmm_ atan2_ baddbmm_ bitwise_and_ bitwise_or_ bitwise_xor_ clamp_ clamp_max_ clamp_min_"
+    " copy_ copysign_ div_ eq_ floor_divide_ fmod_ ge_ gt_ heaviside_ hypot_ le_ lerp_ logical_and_ logical_or_"
+    " logical_xor_ lt_ masked_fill_ mul_ ne_ pow_ remainder_ sub_ xlogy_"
 )
 # Out of place.
-_READS = (
-    aten.add.Tensor,
-    aten.addcdiv.default,
-    aten.addcmul.default,
-    aten.bitwise_and.Tensor,
-    aten.div.Tensor,
-    aten.eq.Tensor,
-    aten.ge.Tensor,
-    aten.gt.Tensor,
-    aten.le.Tensor,
-    aten.lerp.Scalar,
-    aten.logical_and.default,
-    aten.logical_or.default,
-    aten.lt.Tensor,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.mul.Tensor,
-    aten.ne.Tensor,
-    aten.sub.Tensor,
-    aten.where.self,
+_READS = _of_several(
+    "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor clamp clamp_max clamp_min copysign div eq"
+    " floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp logical_and logical_or logical_xor lt"
+    " masked_fill maximum minimum mul ne pow remainder sub where xlogy"
 )
 # By which a layer begins.
 _OF_LAYERS = (
@@ -74,10 +60,10 @@ _OF_LAYERS = (
 # By which the norm of all gradients is computed, and DistributedDataParallel makes one tensor of all parameters.
 _OF_ALL = (aten._foreach_norm.Scalar, aten.cat.default, aten.stack.default)
 # Of lists, by which optimizers update all parameters at once.
-_OF_LISTS = tuple(
-    getattr(getattr(aten, f"_foreach_{name}_"), overload)
-    for overload, names in (("List", ("add", "sub", "mul", "div")), ("Scalar", ("lerp", "addcmul", "addcdiv")))
-    for name in names
+_OF_LISTS = _of_several(
+    "_foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_div_"
+    " _foreach_lerp_ _foreach_maximum_ _foreach_minimum_ _foreach_mul_ _foreach_pow_ _foreach_sub_",
+    "List[Tensor]",
 )
 _PLAIN_STATE = (
     "{} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."

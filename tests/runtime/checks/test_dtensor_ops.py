@@ -169,6 +169,40 @@ def written_in_lists() -> None:
         torch.zeros(len(whole()), len(whole())).addmm_(parts[0], parts[0].t())  # as Shampoo of libraries
 
 
+BESIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "lerp_": lambda x, plain: x.lerp_(x.detach() * 2, plain),
+    "lerp": lambda x, plain: torch.lerp(x, plain, plain),
+    "clamp": lambda x, plain: torch.clamp(x, -plain, plain),
+    "clamp_": lambda x, plain: x.clamp_(max=plain),
+    "pow": lambda x, plain: x.abs() ** plain,
+    "remainder and fmod": lambda x, plain: torch.remainder(x, plain) + torch.fmod(x, plain),
+    "angles": lambda x, plain: torch.atan2(x, plain) + torch.hypot(x, plain) + torch.copysign(plain, x),
+    "largest of both": lambda x, plain: torch.fmax(x, plain) - torch.fmin(x, plain) + torch.floor_divide(x, plain),
+    "logical": lambda x, plain: ((x > 0) ^ (plain > 0.5)).float() + torch.logical_xor(x > 0, plain > 0.5) + 0 * x,
+    "lerp of lists": lambda x, plain: (torch._foreach_lerp_([x], [x.detach() * 3], [plain]), x)[1],
+    "powers of lists": lambda x, plain: (torch._foreach_pow_([y := x.abs()], [plain]), y)[1],
+    "largest of lists": lambda x, plain: (torch._foreach_maximum_([x], [plain]), x)[1],
+}
+
+
+def computed_beside(names: list[str]) -> None:
+    handle_plain_operands()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    torch.manual_seed(0)
+    plain = torch.rand(8, 6) + 0.1
+    for name in names:
+        expected = BESIDE[name](whole(), plain)
+        for layout in LAYOUTS:
+            found = BESIDE[name](distribute_tensor(whole(), mesh, layout), plain)
+            assert isinstance(found, DTensor)
+            torch.testing.assert_close(found.full_tensor(), expected, msg=f"{name}, {layout}")
+
+
+@pytest.mark.multirank
+def test_a_plain_tensor_of_the_script_beside_a_weight_is_computed_with(ranks4: Ranks) -> None:
+    ranks4.run(computed_beside, [*BESIDE], timeout_s=60)
+
+
 @pytest.mark.multirank
 def test_lists_of_weights_are_written_to_from_whole_tensors_and_not_the_other_way(ranks4: Ranks) -> None:
     ranks4.run(written_in_lists)
