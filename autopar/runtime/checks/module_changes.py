@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ MOST_STATES = 16  # of a module whose programs are kept
 MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
+_FUNCTIONS = FunctionType, BuiltinFunctionType
 _METHODS = (FunctionType, property, staticmethod)
 _mode_of = itemgetter("training")
 _needs_grad = attrgetter("requires_grad")
@@ -337,7 +338,7 @@ def _value(x: Any) -> Any:
     if isinstance(x, PLAIN):
         return type(x), x
     if isinstance(x, torch.Tensor):
-        return Same(x), x._version
+        return Same(x), x._version, x.requires_grad
     parts = copied(x)
     return (type(x), parts, *map(copied, settings_inside(x))) if parts else Same(x)
 
@@ -353,7 +354,7 @@ def _read_of_classes(module: nn.Module) -> dict[type, tuple[str, ...]]:
 def _outside(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
     """The variables of the script that a program depends on: plain values, containers, tensors, configs, functions."""
     found = [(name, d) for name, d in script_variables(module) if name in d]
-    return [(name, d) for name, d in found if isinstance(d[name], FunctionType) or is_small(d[name])]
+    return [(name, d) for name, d in found if isinstance(d[name], _FUNCTIONS) or is_small(d[name])]
 
 
 def _names_of(kind: type) -> list[str]:

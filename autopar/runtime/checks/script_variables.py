@@ -20,7 +20,8 @@ from torch import nn
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN = __name__.partition(".")[0]
-_FUNCTIONS = vars(torch.nn.functional)
+# What models call of torch. A builtin method of a tensor is in none of its own class's variables until it is replaced.
+_OF_TORCH = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
 _OF_CLASSES = (MemberDescriptorType, bool, int, float, str)  # a slot, or what an object has until its own is set
 _BEHIND = (FunctionType, MethodType, property, classmethod, staticmethod, partial, cached_property)
 
@@ -32,7 +33,7 @@ def script_variables(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, the mapping that has it) of each variable of a script or of a function around that code of `module` reads:
     methods of its classes, functions in its attributes, and functions called by their names in these. Of a module or
     class of the user's, or an object of the script, those attributes that this code names: `settings.scale`. What of
-    `os.environ` it names, and which functions those of torch.nn.functional are that it and torch's layers call.
+    `os.environ` it names, and which functions and methods those of torch are that it and torch's layers call.
     """
     kinds = dict.fromkeys(kind for each in module.modules() for kind in type(each).__mro__)
     waiting: Met = [(x, None) for kind in kinds if kind not in nn.Module.__mro__ for x in vars(kind).values()]
@@ -47,7 +48,7 @@ def script_variables(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
         if not is_users and not function.__globals__.get("__name__", "").startswith("torch.nn.modules."):
             continue
         names = _attribute_names(function.__code__)
-        called.update(name for name in names if callable(_FUNCTIONS.get(name)))
+        called.update(names)
         if not is_users:
             continue
         for name, variables, place in _read_by(function):
@@ -57,8 +58,14 @@ def script_variables(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
                 waiting += [(x, None), *_named_of(x, names, found)]
         waiting += _named_of(owner, names, found)
         found.update(_environment(function.__code__, names))
-    layers = "torch.nn.functional", _Read("torch.nn.functional", partial(_values, _FUNCTIONS, sorted(called)))
-    return [*found.values(), layers]
+    return [*found.values(), *_called_of_torch(called)]
+
+
+def _called_of_torch(names: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """For each part of torch the functions and methods among `names`: which they are now."""
+    for place, owner in _OF_TORCH.items():
+        own = sorted(name for name in names if callable(getattr(owner, name, None)))
+        yield place, _Read(place, partial(_values, vars(owner), own))
 
 
 def _behind(x: Any, owner: Any) -> tuple[FunctionType | None, Any]:

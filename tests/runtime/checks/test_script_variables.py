@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import cos, nn
 
 from autopar.runtime.checks.module_changes import ModuleWatch, describe, differences
 from autopar.runtime.checks.script_variables import script_variables
@@ -63,7 +63,8 @@ def test_variables_of_the_function_around() -> None:
 
     first, second = Inside(1.0), Inside(2.0)
     names = [name for name, _ in script_variables(nn.Sequential(first, second))]
-    assert sorted(set(names) - {"__class__", "torch.nn.functional"}) == ["around", "factors", "scale", "scaled"]
+    of_torch = {"torch", "torch.nn.functional", "torch.Tensor"}
+    assert sorted(set(names) - {"__class__", *of_torch}) == ["around", "factors", "scale", "scaled"]
     assert names.count("around") == 2 and unset == 3.0
     watch = ModuleWatch(first)
     assert not watch.has_changed()
@@ -215,7 +216,7 @@ class ReadingAll(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.gelu(self.half(self.linear(x))) * Config.scale * Config.get("a") * SLOTTED.scale * QUEUE[-1] * self.third
         x = _with_attribute(x) * CONTEXT.get() * BOUND() * _cached() * float(os.environ.get("AUTOPAR_TEST", "1"))
-        return _same(x) * self.fields.scale * FIRST() * SECOND()
+        return _same(x).mul(self.fields.scale * FIRST()) * SECOND() + torch.sin(x) + cos(x)
 
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], object]:
@@ -235,6 +236,9 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "variable of the environment": lambda patch: patch.setenv("AUTOPAR_TEST", "2"),
     "function of the script": lambda patch: patch.setitem(globals(), "_same", lambda x: 2 * x),
     "function of torch": _set(F, "gelu", F.relu),
+    "builtin function of torch": _set(torch, "sin", torch.cos),
+    "builtin function of torch under a name of the script": lambda patch: patch.setitem(globals(), "cos", torch.sin),
+    "method of a tensor": _set(torch.Tensor, "mul", torch.Tensor.add),
     "function that a layer of torch calls": _set(F, "linear", lambda x, *_: x),
     "forward of a layer of torch": _set(nn.Linear, "forward", lambda self, x: x),
     "method of the class": _set(ReadingAll, "half", lambda self, x: x),
