@@ -47,7 +47,7 @@ def copied(x: Any) -> Any:
     if isinstance(x, (set, frozenset)):
         return [len(x), *(sorted(map(repr, x)) if len(x) <= MOST_ITEMS else islice(x, NUM_SAMPLED))]
     if isinstance(x, torch.Tensor):
-        return [x._version] if not x.is_inference() else None
+        return [x._version, x.requires_grad] if not x.is_inference() else None
     if isinstance(x, numpy.ndarray):
         return [x.shape, str(x.dtype), _sample(x.reshape(-1)).tobytes()]
     if isinstance(x, partial):

@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from autopar.errors import AutoparError, TraceError, warn
 from autopar.ir.export.meta_copy import bare as meta
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_modules_traced
+from autopar.ir.gradients.outside_tensors import OutsideGradientsRefused
 from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
@@ -147,7 +148,8 @@ def tracer(
         with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
             check_modules_traced(bare)
             try:
-                return traced_in(runtime.param_dtype, how, bare, loss_fn, *examples, *asked)
+                with OutsideGradientsRefused() if runtime.trains else nullcontext():
+                    return traced_in(runtime.param_dtype, how, bare, loss_fn, *examples, *asked)
             except TraceError as error:
                 names = dict.fromkeys(
                     "forward" if name in (FORWARD, _REPLACED) else name for name in runtime.changes.last

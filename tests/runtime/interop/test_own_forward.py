@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -228,3 +229,17 @@ def test_a_hook_on_the_gradients_of_all_modules_is_refused_once_it_is_set(one_ra
     finally:
         handle.remove()
     model(batch()).sum().backward()
+
+
+OUTSIDE = nn.Parameter(torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameter_that_only_a_hook_has_is_refused_where_it_would_get_a_gradient(
+    one_rank: None, trains: bool
+) -> None:
+    """It got none, silently."""
+    model = autopar.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), (1,), cluster="cpu", trains=trains)
+    model[0].register_forward_hook(lambda module, args, output: output * OUTSIDE)
+    with pytest.raises(AutoparError, match="it would get none") if trains else nullcontext():
+        model(torch.ones(2, WIDTH))
