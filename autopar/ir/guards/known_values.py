@@ -58,7 +58,8 @@ class KnownValues(TorchFunctionMode):
         self.buffers = {name: value_of(x) for name, x in buffers}
         # Of fake tensors, held weakly: torch.arange and the like copy what somebody else holds.
         self.known: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
-        self.written: set[int] = set()  # storages of values into which something unknown was written
+        # Memory of values into which something unknown was written; held, so that no other value gets its identity.
+        self.written: dict[int, torch.UntypedStorage] = {}
         self.symbols: dict[sympy.Symbol, tuple[torch.Tensor, Any]] = {}
         self.computed: dict[sympy.Symbol, torch.Tensor] = {}  # numbers that are not known, as those of a loss
         self.finite, self.drawn = FiniteAnswers(), DrawnAnswers()
@@ -213,7 +214,8 @@ class KnownValues(TorchFunctionMode):
         bound = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
         for leaf in pytree.tree_leaves([bound.get(name) for name in names]):
             if isinstance(leaf, torch.Tensor) and leaf in self.known:
-                self.written.add(self.known[leaf].value.untyped_storage()._cdata)
+                storage = self.known[leaf].value.untyped_storage()
+                self.written[storage._cdata] = storage
 
     def _number(self, original: Callable[..., Any], fake: torch.Tensor, known: _Known) -> Any:
         """A number read of a tensor; a symbol, whose value is kept, if batches may differ in it."""

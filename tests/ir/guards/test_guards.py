@@ -237,6 +237,20 @@ def test_what_is_unknown_makes_unknown_what_it_is_written_to() -> None:
         trace(skeleton(Model(writes)), (X, ONES), {})
 
 
+def test_memory_that_is_used_again_is_known_anew() -> None:
+    def decide(model: Model, y: Tensor) -> Tensor:
+        for _ in range(40):
+            z = torch.zeros(3)
+            z[0] = y.sum()
+            y = y + z
+            del z  # its memory is the next one's
+            k = torch.arange(3)
+            y = y * 2 if (k - k.flip(0)).sum() == 0 else y
+        return y
+
+    assert sum(op.target == "aten.mul.Tensor" for op in trace(Model(decide), (X,), {}).ops) == 40
+
+
 def test_a_plan_is_made_without_values() -> None:
     model = Model(lambda model, y, mask: F.cross_entropy(y[mask[:, 0]], mask[:3, 0].long()))
     assert autopar.plan(model, "dp=2,tp=1", cluster="cpu", args=(X, SOME)).graph.ops
