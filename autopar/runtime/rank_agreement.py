@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError, PeerFailed, RankMismatch, warn, warner
 from autopar.ir.folding.structure import structure_of
 from autopar.ir.graph import Graph
-from autopar.ir.print_graph import fingerprint
+from autopar.ir.print_graph import fingerprint, format_graph
 from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.seeded_rng import peek_seed
 from autopar.torch_compat import CONNECTION_FAILED, default_store
@@ -221,9 +222,12 @@ def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:
 
 
 def _check_equal(items: Sequence[Any], what: str, remedy: str) -> None:
-    different = next((rank for rank, other in enumerate(items) if other != items[0]), None)
-    if different is not None:
+    if (different := _first_different(items)) is not None:
         raise RankMismatch(f"rank {different} and rank 0 of the mesh were given different {what}; {remedy}")
+
+
+def _first_different(items: Sequence[Any]) -> int | None:
+    return next((rank for rank, other in enumerate(items) if other != items[0]), None)
 
 
 def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
@@ -235,7 +239,14 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
     prints = (None, None) if graph is None else (fingerprint(graph), structure_of(graph))
     reports = gather(mesh, (error, *prints))
     _raise_first([failure for failure, *_ in reports], error)
-    _check_equal([made for *_, made in reports], "models", "build the same model in the same mode on every rank")
+    if (different := _first_different([made for *_, made in reports])) is not None:
+        texts = gather(mesh, format_graph(cast(Graph, graph)).splitlines())
+        pairs = zip_longest(texts[different], texts[0], fillvalue="nothing")
+        there, first = next(((a, b) for a, b in pairs if a != b), ("another order of ops",) * 2)
+        raise RankMismatch(
+            f"rank {different} and rank 0 of the mesh were given different models: first `{there}`, on rank 0"
+            f" `{first}`; build the same model in the same mode on every rank"
+        )
     is_same = len({made for _, made, _ in reports}) == 1
     return cast(Graph, graph) if is_same else from_first(mesh, graph)  # there is one where there is no error
 
