@@ -23,11 +23,20 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
     It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
     A rank that sees fewer rows of the batch than others has that share of an op that is split by rows.
     """
+    return _least_share(mesh) * sum(work_s(graph, cluster, training))
+
+
+def _least_share(mesh: Mesh) -> float:
     share = 1 / mesh.num_devices
     for axis, rows in mesh.shares:
         if isinstance(rows, SeenShares):
             share = min(share, rows[rows.seen] / sum(rows) * mesh.shape[axis] / mesh.num_devices)
-    return share * sum(work_s(graph, cluster, training))
+    return share
+
+
+def least_saved_bytes(graph: Graph, mesh: Mesh) -> float:
+    """`floor_bytes` of a rank that may see fewer rows of the batch than others."""
+    return _least_share(mesh) * graph.once(_floor_bytes)
 
 
 def floor_bytes(graph: Graph, num_devices: int) -> float:
@@ -37,6 +46,10 @@ def floor_bytes(graph: Graph, num_devices: int) -> float:
     Each saved tensor is somewhere: on average a device has its share. Ops that have local implementations are left out,
     since those may save others. Views of one tensor count once, by the largest of those that are saved.
     """
+    return graph.once(_floor_bytes) / num_devices
+
+
+def _floor_bytes(graph: Graph) -> float:
     root = {item.value.name: item.value.name for item in graph.inputs}
     num_bytes = {item.value.name: 0.0 for item in graph.inputs}  # not saved by an op
     saved: dict[str, float] = {}
@@ -53,7 +66,7 @@ def floor_bytes(graph: Graph, num_devices: int) -> float:
         for value in kept:
             name = root[value.name]
             saved[name] = max(saved.get(name, 0.0), min(value.num_bytes, num_bytes[name]))
-    return (sum(saved.values()) + internal_bytes) / num_devices
+    return sum(saved.values()) + internal_bytes
 
 
 def work_s(graph: Graph, cluster: Cluster, training: Training = WHOLE_BATCH) -> tuple[float, ...]:

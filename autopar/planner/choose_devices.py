@@ -97,7 +97,7 @@ class _Sets:
         here = _without_ranks(self.mesh, sum(count for count, _ in kept))
         to_beat_s = min((plan.step_s for other, plan in self.found.items() if other != kept), default=math.inf)
         to_beat_s = min(to_beat_s, expected_s)
-        if here is None or self.planned.get(kept, -1.0) >= to_beat_s:
+        if here is None or self.planned.get(kept, -1.0) >= to_beat_s or self._is_known(kept):
             return
         self.planned[kept], name = to_beat_s, self.name_of(kept)
         self.found.pop(kept, None)  # its peak was not predicted
@@ -111,6 +111,10 @@ class _Sets:
         except InfeasibleError as error:
             self.failure = self.failure or error
             self.notes[kept] = f"no {'faster ' * (to_beat_s < math.inf)}plan was found on {name}"
+
+    def _is_known(self, kept: Members) -> bool:
+        """Whether the best plan on a set is known: that which was faster than what it had to beat."""
+        return kept in self.found and self.found[kept].step_s < self.planned[kept]
 
     def _choose(
         self, kept: Members, here: Mesh | Devices, to_beat_s: float, *, is_in_between: bool

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.device_groups import ranks_of
 from autopar.costmodel.cluster.hardware import Cluster
@@ -13,8 +13,9 @@ from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.fit_memory import Predict
+from autopar.planner.fit_memory import AfterOthers, Predict
 from autopar.planner.request import PlanRequest
+from autopar.planner.seen_by_groups import InMore, KnownChoices, MadeInMore
 from autopar.planner.unequal_devices import OnMesh, plain
 from autopar.plans.plan import Plan
 from autopar.plans.resplit import resplit
@@ -28,6 +29,8 @@ from autopar.units import format_seconds
 ANY_SHARES = "plan on these devices or some of them"
 # The share of the time left for each number of microbatches but the last.
 _SHARE_OF_COUNT = 0.5
+# A step that is longer by a smaller share than this is hardly longer.
+_HARDLY = 1e-3
 
 
 def plan_on_groups(
@@ -45,7 +48,7 @@ def plan_on_groups(
     More microbatches are tried as long as memory keeps a group from having the rows that its speed asks for, and they
     gain. `mesh`: the groups lie along its first axis; an open one is tried as one axis, and with a second one within
     the nodes of all groups. Its lower bound holds for all plans on these devices. InfeasibleError if no shares fit in
-    every group's memory; MeshError for a mesh that the groups do not lie on. `to_beat_s`: as of `best_on_groups`.
+    every group's memory; MeshError for a mesh that the groups do not lie on. `to_beat_s`: as of `_How`.
     """
     assert cluster.groups is not None, "a cluster of groups"
     check_groups(mesh, cluster)
@@ -60,11 +63,15 @@ def plan_on_groups(
             break
         part = budget.part(_SHARE_OF_COUNT if number + 1 < len(counts) else 1.0)
         least_s = to_beat_s if best is None else min(to_beat_s, best.step_s)
+        how = _How(part, predict, least_s, later=tuple(counts[number + 1 :]))
         try:
-            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, (part, predict, least_s))
+            found, is_capped = _in_microbatches(graph, mesh, cluster, request, count, how)
         except InfeasibleError as error:
-            refused = refused or error
+            refused = error
             continue
+        except MadeInMore as made:
+            best = made.plan
+            break
         if found is None:
             refused = refused or InfeasibleError(
                 f"no plan in {count} microbatches takes less than {format_seconds(least_s)}"
@@ -75,6 +82,8 @@ def plan_on_groups(
         best = found
         if not is_capped or found.step_s >= to_beat_s:
             break
+        if isinstance(predict, AfterOthers):
+            to_beat_s = min(to_beat_s, predict.least_s(best.step_s))
     if best is None:
         assert refused is not None, "there is a number of microbatches"
         raise refused
@@ -93,21 +102,48 @@ def _is_loss(value: object) -> bool:
     return isinstance(value, Value) and value.needs_grad and not value.shape
 
 
+@dataclass(frozen=True)
+class _How:
+    """How a number of microbatches is planned: `later` are those that may be tried after it, `to_beat_s` the step that
+    others take, with which no peak is predicted where no plan in the first shares takes less; the rest as in `OnMesh`.
+    """
+
+    budget: Budget
+    predict: Predict | None
+    to_beat_s: float
+    later: tuple[int, ...] = ()
+    in_more: InMore | None = None
+    start: KnownChoices | None = None
+
+
 def _in_microbatches(
-    graph: Graph,
-    mesh: Mesh | Devices,
-    cluster: Cluster,
-    request: PlanRequest,
-    count: int,
-    how: tuple[Budget, Predict | None, float],
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, count: int, how: _How
 ) -> tuple[Plan | StagedPlan | None, bool]:
     """The best plan in so many microbatches, None if it is found to be too slow, and whether memory holds it back: each
-    is planned as a batch, and the shares are those of all. `how`: the budget, the prediction of peaks, and the step to
-    beat.
+    is planned as a batch, and the shares are those of all. MadeInMore if a plan in `later` ones is as good.
     """
-    budget, predict, to_beat_s = how
+
+    def in_more(start: KnownChoices, least_s: float) -> None:
+        told = f"{start.found_by}, and no plan in these shares in less than {format_seconds(least_s)}"
+        to_beat_s, sizes = min(how.to_beat_s, (1 + _HARDLY) * least_s), tuple(count * size for size in start.sizes)
+        for more in how.later:
+            if any(size % more for size in sizes):
+                return
+            again = KnownChoices(start.choices, tuple(size // more for size in sizes), told)
+            with suppress(InfeasibleError):
+                asked = _How(how.budget, how.predict, to_beat_s, start=again)
+                found, _ = _in_microbatches(graph, mesh, cluster, request, more, asked)
+                if isinstance(found, StagedPlan):
+                    raise MadeInMore(found)
+                return
+
+    # What is known of one pass is so of more (`ScheduleBounds.one_pass_s`). Of an open mesh another may be better.
+    members = [one for _, one in cluster.groups.members] if cluster.groups is not None else []
+    is_by_data_sheet = all(one.calibration is None and not one.overlap for one in members)
+    if how.later and isinstance(mesh, Mesh) and is_by_data_sheet:
+        how = replace(how, in_more=in_more)
     if count == 1:
-        return best_on_groups(graph, mesh, cluster, request, budget=budget, predict=predict, to_beat_s=to_beat_s)
+        return _best_on_groups(graph, mesh, cluster, request, how)
     _, (stage,) = stage_graphs(graph, (), count)
     training, schedule = request.training.staged(count, 1), Schedule("accumulate", 1, 1, count)
 
@@ -116,43 +152,36 @@ def _in_microbatches(
         told = {"found_by": plan.found_by, "hand": plan.hand, "peak_bytes": plan.peak_bytes}
         return StagedPlan(*place, graph, schedule, (), (plan,), **told)
 
-    peaks = None if predict is None else lambda plan: predict(whole(plan))
-    one = replace(request, training=training)
+    predict, one = how.predict, replace(request, training=training)
     if isinstance(mesh, Mesh):
         mesh = replace(mesh, shares=tuple((axis, tuple(size // count for size in rows)) for axis, rows in mesh.shares))
-    asked: dict[str, Any] = {"budget": budget, "predict": peaks, "to_beat_s": to_beat_s}
-    found, is_capped = best_on_groups(stage.graph, mesh, cluster, one, **asked)
-    if found.step_s >= to_beat_s:
+    if isinstance(predict, AfterOthers):
+        how = replace(how, predict=replace(predict, predict=lambda plan: predict(whole(plan))))
+    elif predict is not None:
+        how = replace(how, predict=lambda plan: predict(whole(plan)))
+    found, is_capped = _best_on_groups(stage.graph, mesh, cluster, one, how)
+    if found.step_s >= how.to_beat_s:
         return None, is_capped
     ((_, rows),) = found.mesh.shares or ((0, ()),)
     of_batch = resplit(found, tuple(count * size for size in rows))
     return whole(replace(of_batch, hand=found.hand, peak_bytes=found.peak_bytes)), is_capped
 
 
-def best_on_groups(
-    graph: Graph,
-    mesh: Mesh | Devices,
-    cluster: Cluster,
-    request: PlanRequest,
-    *,
-    budget: Budget,
-    predict: Predict | None,
-    to_beat_s: float = math.inf,
+def _best_on_groups(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, how: _How
 ) -> tuple[Plan, bool]:
-    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows.
-
-    `to_beat_s`: where no plan in the first shares takes less, others are not tried, and no peak is predicted.
-    """
+    """The best plan of `graph` on any of the meshes, and whether memory keeps a group from having more rows."""
     best: Plan | None = None
     is_capped = False
     failure: InfeasibleError | None = None
     meshes = list(_meshes(mesh, cluster))
     for number, one in enumerate(meshes):
-        if budget.is_spent and best is not None:
+        if how.budget.is_spent and best is not None:
             break
-        part = budget.part(1 / (len(meshes) - number))
+        part = how.budget.part(1 / (len(meshes) - number))
+        asked = part, how.predict, how.to_beat_s, how.in_more, how.start
         try:
-            search = OnMesh(graph, one, cluster, request, part, predict, to_beat_s)
+            search = OnMesh(graph, one, cluster, request, *asked)
             plan = search.best()
         except InfeasibleError as error:
             failure = error

@@ -326,3 +326,28 @@ def test_where_memory_caps_a_groups_rows_more_microbatches_give_it_those_that_it
     again = staged_plan.loads(found.dumps(), graph, Mesh((4,), ("dp",)))
     assert again.mesh.shares == found.mesh.shares and again.step_s == found.step_s
     assert autopar.plan(model, "dp=4", **asked | {"num_microbatches": 4}).mesh.shares[0][1][0] % 4 == 0
+
+
+def test_the_choices_of_one_pass_are_priced_in_more_microbatches_before_others_are_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[Mesh] = []
+
+    def counted(graph: Graph, mesh: Mesh, *args: Any, **options: Any) -> Plan:
+        searched.append(mesh)
+        return make_plan(graph, mesh, *args, **options)
+
+    with torch.device("meta"):
+        graph = trace(Deep(), (torch.randn(16, 64, 64), torch.randn(16, 64, 64)), {})
+    slow = replace(SLOW, flops_per_s={"float32": 3e8}, memory_bandwidth_bytes_per_s=3e8)
+    where = graph, Mesh((4,), ("dp",)), two(slow)
+    request = PlanRequest(memory_limit_bytes=4_000_000)  # a fast device needs 1 % more in one pass
+    monkeypatch.setattr(unequal_devices, "make_plan", counted)
+    found = choose_plan(*where, request)
+    assert len(searched) == 1 and isinstance(found, StagedPlan)
+    monkeypatch.setattr(unequal_devices.OnMesh, "_try_in_more", lambda *_: None)
+    known = choose_plan(*where, request)
+    assert len(searched) > 2 and found.step_s < known.step_s * (1 + 1e-5) and _plain(found.mesh) == _plain(known.mesh)
+    searched.clear()
+    choose_plan(*where, replace(request, memory_limit_bytes=4_100_000))  # memory holds all that the speeds ask for
+    assert len(searched) == 1

@@ -1,10 +1,57 @@
-"""The costs of a row of the batch on a rank of a group of devices: by one evaluation of a plan, or between two."""
+"""A plan as groups of devices see it, and what a row of the batch costs on each: by one evaluation, or between two."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.errors import InfeasibleError
 from autopar.mesh import SeenShares
 from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.assignment import Assignment
 from autopar.shares.device_shares import DeviceSpeed
+
+
+@dataclass(frozen=True)
+class PlanOnGroups:
+    """A plan as each group of devices sees it, in order; `plan`: as the slowest does, the first of equals."""
+
+    plan: Plan
+    views: tuple[Plan, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it exceeds the memory of a group by the estimate."""
+        return any(sum(view.memory_bytes) > view.memory_limit_bytes for view in self.views)
+
+
+@dataclass(frozen=True)
+class KnownChoices:
+    """The choices of a plan in shares `sizes`."""
+
+    choices: Assignment
+    sizes: tuple[int, ...]
+    found_by: str
+
+
+# The choices of a plan that exceeds the memory of a group, and the seconds that no plan in its shares takes less than,
+# whatever memory there is; raises MadeInMore if in more microbatches it fits, and takes hardly longer.
+InMore = Callable[[KnownChoices, float], None]
+
+
+class MadeInMore(Exception):
+    """The `plan` in more microbatches that makes a search in fewer needless."""
+
+    def __init__(self, plan: StagedPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+class TooMany(Exception):
+    """The rows of a group are more than its memory holds, or no plan fits there at all."""
+
+    def __init__(self, group: int, reason: InfeasibleError) -> None:
+        super().__init__(str(reason))
+        self.group, self.reason = group, reason
 
 
 @dataclass(frozen=True)
