@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import bare
 from autopar.ir.graph import Graph, Input
+from autopar.ir.guards.example_values import keep_value
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.own_memory import check_own_memory
 from autopar.runtime.interop.place_on_one_device import mark_places
@@ -27,6 +28,7 @@ from autopar.sbp.placement import I, Layout, S, format_layout
 from autopar.sbp.uneven.extents import extents_of_parts
 from autopar.torch_compat import root_of
 
+MOST_TOLD = 1 << 16  # elements of a buffer that ranks without it keep on the host: flags and masks of features
 _SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made; False of a stand-in for one
 
 
@@ -148,6 +150,7 @@ def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[s
     parameters what has no content: FQN -> what it is like.
     """
     own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    written = {fqn for fqn, _ in graph.mutations}
     dropped: dict[str, torch.Tensor] = {}
     bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
     gone: list[torch.Tensor] = []
@@ -155,7 +158,7 @@ def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[s
         held = owner._parameters if name in owner._parameters else owner._buffers
         tensor = held[name]
         if fqn not in own and tensor is not None:
-            dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
+            dropped[fqn] = bares.setdefault(id(tensor), _like(tensor, is_written=fqn in written))
             gone.append(tensor)
     if dropped:
         mark_places(module)
@@ -168,6 +171,12 @@ def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[s
         take_out_of_optimizers(gone)
         _refuse_loads_inside(module)
     return dropped
+
+
+def _like(x: torch.Tensor, *, is_written: bool) -> torch.Tensor:
+    """`x` without data, with what a small buffer holds that no forward writes to, for branches of later traces."""
+    is_told = not (is_written or isinstance(x, nn.Parameter) or x.is_meta) and x.numel() <= MOST_TOLD
+    return keep_value(bare(x), x.detach().cpu()) if is_told else bare(x)
 
 
 def _refuse_loads_inside(module: nn.Module) -> None:

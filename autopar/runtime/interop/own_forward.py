@@ -15,6 +15,7 @@ from autopar.ir.export.meta_copy import bare as meta
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_modules_traced
 from autopar.ir.gradients.outside_tensors import OutsideGradientsRefused
+from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.precision.mixed_precision import traced_in
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
@@ -130,7 +131,7 @@ def as_written(module: nn.Module, runtime: CallRuntime, *, keeps_hooks: bool) ->
     if not keeps_hooks:
         for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
             hooks.clear()
-    copies = {id(x): meta(x) for x in runtime.elsewhere.values()}  # which a trace may cast
+    copies = {id(x): keep_value(meta(x), stands_for(x)) for x in runtime.elsewhere.values()}  # which a trace may cast
     put(bare, {fqn: copies[id(x)] for fqn, x in runtime.elsewhere.items()})
     runtime.bare = bare
     try:
