@@ -184,17 +184,18 @@ class _Writing:
         self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
 
     def _add_known(self, op: Op) -> None:
-        """Write `op`, whose result is there before the microbatches, as a view of it: every op has its place."""
-        (output,) = op.outputs
-        known = known_value(self.graph, op, self._unique(f"{output.name}_of_all"))
-        local = self._local(output)
-        given = replace(known.input, value=replace(local, name=known.input.value.name))
-        self.counts.append(replace(known, input=given))
-        self.added[given.value.name] = op.name
-        self.placed[given.value.name] = self.split.placements[output.name]
-        self.values[output.name] = local
-        view = replace(op, target="aten.alias.default", args=(Slot(0),), kwargs=(), inputs=(given.value,))
-        self.ops.append(replace(view, outputs=(local,)))
+        """Write `op`, whose results are there before the microbatches, as views of them: every op has its place."""
+        for output in op.outputs:
+            name = op.name if output is op.outputs[0] else self._unique(op.name)
+            known = known_value(self.graph, op, output, self._unique(f"{output.name}_of_all"))
+            local = self._local(output)
+            given = replace(known.input, value=replace(local, name=known.input.value.name))
+            self.counts.append(replace(known, input=given))
+            self.added |= dict.fromkeys((given.value.name, *([] if name == op.name else [name])), op.name)
+            self.placed[given.value.name] = self.split.placements[output.name]
+            self.values[output.name] = local
+            at = (op.is_no_grad, op.module, op.line)
+            self.ops.append(Op(name, "aten.alias.default", (Slot(0),), (), (given.value,), (local,), *at))
 
     def _add_averaged(self, op: Op) -> None:
         """Write a mean over equal parts: the mean of this part / the number of parts."""

@@ -34,6 +34,7 @@ KNOWN_ROWS = "known rows"  # the same of a result that a part of the batch does 
 # Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
 # Every other role needs values of other microbatches.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE, KNOWN_REDUCTION))
+_MOST_RESULTS = 2  # of an op that is known, of which each may be whole or in slices
 _MICROBATCH_ROLES = ALLOWED_ROLES | {KNOWN_ROWS}
 BATCH_STATISTICS = "batch"
 _REASONS = {
@@ -245,7 +246,7 @@ def _fitting(
     present = sorted({one.sections for domain in domains for one in domain if one.sections})
     possible += tuple(one for one in in_sections(op, possible, present) if not routed)
     signatures = tuple(found for found in possible if _fits(op, found, domains))
-    if whole is not None and len(op.outputs) == 1:
+    if whole is not None:
         terms = [found for found in signatures if found.outputs == (P,)]
         if not signatures:
             signatures = tuple(_of_all(op, domains, whole, roles))
@@ -259,13 +260,14 @@ def _of_all(
 ) -> Iterator[Signature]:
     """The signatures of an `op` for the result of the whole batch, which its parts do not give; as `_fitting`."""
     if whole == KNOWN and KNOWN_ROWS in roles:
-        role, placements = KNOWN_ROWS, (I, *_splits(op.outputs[0]))
+        are_few = len(op.outputs) <= _MOST_RESULTS
+        role, choices = KNOWN_ROWS, [(I, *(_splits(value) if are_few else ())) for value in op.outputs]
     elif op.target in REDUCTIONS and (whole != KNOWN or KNOWN_REDUCTION in roles):
-        role, placements = whole and KNOWN_REDUCTION, (I,)
+        role, choices = whole and KNOWN_REDUCTION, [(I,)]
     else:
         return
     for inputs in itertools.product(*domains):
-        yield from (Signature(inputs, (placement,), role) for placement in placements)
+        yield from (Signature(inputs, outputs, role) for outputs in itertools.product(*choices))
 
 
 def _fits(op: Op, signature: Signature, domains: Iterable[frozenset[Placement]]) -> bool:

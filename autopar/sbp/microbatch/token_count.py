@@ -73,10 +73,10 @@ def is_known(graph: Graph, value: Value) -> bool:
     return all(op.name in known for op in graph.ops if value in op.outputs)
 
 
-def known_value(graph: Graph, op: Op, name: str) -> LossCount:
-    """The only result of `op`, one of `known_ops`, as an argument called `name`."""
-    ops, inputs = _known_before(graph, op, op.outputs)
-    return _computed(graph, inputs, ops, op.outputs[0], name)
+def known_value(graph: Graph, op: Op, result: Value, name: str) -> LossCount:
+    """The `result` of `op`, one of `known_ops`, as an argument called `name`."""
+    ops, inputs = _known_before(graph, op, [result])
+    return _computed(graph, inputs, ops, result, name)
 
 
 def _computed(graph: Graph, inputs: tuple[Input, ...], ops: Iterable[Op], result: Value, name: str) -> LossCount:

@@ -386,6 +386,9 @@ WEIGHTED = {
     "at least one": lambda y, w: (y.square() * w[:, None]).sum() / (w > 0.5).sum().clamp(min=1),
     "weights that sum to one": lambda y, w: (y.mean(-1) * (w / w.sum())).sum() + y.square().mean(),
     "what a mask picks": lambda y, w: y[w > 0.5].square().mean(),
+    "sorted": lambda y, w: (y[:, 0] * w.sort(0).values + y[:, 1] * w.sort(0, descending=True).indices).sum(),
+    "running maxima": lambda y, w: (y[:, 0] * torch.cummax(w, 0).values).mean(),
+    "the largest and its place": lambda y, w: sum(y.square().sum() * x for x in w.max(0)),
     "two means": lambda y, w: (y[:, 0] * w).sum() / w.sum() + (y[:, 1].tanh() * (1 - w)).sum() / (1 - w).sum(),
 }
 
