@@ -23,6 +23,7 @@ from autopar.ir.export.pytree_types import constants_as_texts, register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error, remedy_of
 from autopar.ir.functions.one_device import on_one_device
+from autopar.ir.functions.replaced_methods import replaced_methods_called_once
 from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
@@ -72,6 +73,7 @@ def export(
         on_one_device(map(type, model.modules())),
         read_as_registered(model),
         functions_kept(),
+        replaced_methods_called_once(),
         flex_attention_kept(),
         losses_refused(model),
         batch_norms_traced(),

@@ -1,1 +1,1 @@
-"""Custom `torch.autograd.Function`s as the ops that they run."""
+"""Custom `torch.autograd.Function`s as the ops that they run, and methods of tensors that a script replaced."""
