@@ -4,8 +4,10 @@ random numbers that are not torch's are refused by name; so are models that cann
 Other buffers that the forward replaces are written back.
 """
 
+import builtins
 import functools
 import inspect
+import io
 import os
 import pickle
 import random
@@ -22,7 +24,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import AutoparError, TraceError, is_pythons, is_users, warn
 from autopar.ir.gradients.gradient_op import gradients_kept
 from autopar.ir.gradients.transforms import transforms_kept
 from autopar.ir.guards.assignments import assignments_kept
@@ -51,6 +53,10 @@ _SEEDED = (
 _REPLACED_DATA = (
     "the forward sets the .data of a tensor to no new one of its shape and dtype: expected new content, in memory"
     " of its own; write it in place, by copy_ under torch.no_grad(), or around the call"
+)
+_READ_FILE = (
+    "forward reads a file, {}, while it is traced: what it makes of that is part of the program, and no call reads"
+    " it again. Read it in __init__ or in the script, and keep what it says in an attribute, a buffer or an argument"
 )
 _MOVED = (
     "{}.to(...) in forward gives the module another device, dtype or layout, which a program does not: call it before"
@@ -154,6 +160,8 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         stack.enter_context(values_kept())
         stack.enter_context(_trackers_left_out())
+        for owner in (builtins, io):
+            stack.enter_context(patch.object(owner, "open", _told(owner.open)))
         stack.enter_context(_observers_refused(model))
         stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)
@@ -346,6 +354,20 @@ def _is_as(x: torch.Tensor, wanted: Any) -> bool:
         return wanted == torch.preserve_format
     device = torch.device(wanted)
     return x.device.type == device.type and (device.type == "cpu" or device.index in (None, x.device.index))
+
+
+def _told(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`open`, which warns if a file is read by other code than torch's, which reads sources."""
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        frame: Any = sys._getframe(1)
+        while is_pythons(frame.f_code.co_filename) and frame.f_back is not None:
+            frame = frame.f_back
+        if "r" in mode and is_users(frame.f_code.co_filename) and not str(file).endswith(".py"):
+            warn(_READ_FILE.format(file))
+        return original(file, mode, *args, **kwargs)
+
+    return opened
 
 
 def _refusal(message: str) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from autopar.ir.export.refused_state import check_modules_traced
 from autopar.ir.gradients.outside_tensors import OutsideGradientsRefused
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.precision.mixed_precision import traced_in
+from autopar.ir.trace_with_loss import recorded
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
 from autopar.runtime.interop.compiled_after import check_no_function_mode, check_not_traced
@@ -149,7 +150,7 @@ def tracer(
         with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
             check_modules_traced(bare)
             try:
-                with OutsideGradientsRefused() if runtime.trains else nullcontext():
+                with OutsideGradientsRefused() if runtime.trains and how is not recorded else nullcontext():
                     return traced_in(runtime.param_dtype, how, bare, loss_fn, *examples, *asked)
             except TraceError as error:
                 names = dict.fromkeys(

@@ -1,6 +1,9 @@
 """What an export would lose: refused in the model's line, or, of buffers that are replaced, written back."""
 
+import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -326,3 +329,26 @@ def test_a_hook_that_acts_is_traced(hook) -> None:
 def test_a_hook_that_sets_a_weight_is_traced() -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
     assert trace(model.eval(), (X,), {}).ops
+
+
+class ReadsFile(nn.Module):
+    def __init__(self, read: Callable[[], float]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read()
+
+
+FILE_READS: dict[str, Callable[[Path], float]] = {
+    "open": lambda path: float(open(path).read()),  # noqa: SIM115
+    "a path": lambda path: float(path.read_text()),
+    "json": lambda path: json.loads(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("read", FILE_READS.values(), ids=FILE_READS)
+def test_a_file_that_the_forward_reads_is_told(read: Callable[[Path], float], tmp_path: Path) -> None:
+    (tmp_path / "scale").write_text("2")
+    with pytest.warns(UserWarning, match="forward reads a file, .*scale.* in __init__"):
+        trace(ReadsFile(lambda: read(tmp_path / "scale")), (torch.ones(2),), {})
