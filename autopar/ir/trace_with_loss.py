@@ -18,6 +18,7 @@ from autopar.ir.numbers.trace_numbers import graph_with_numbers
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.passes.normalise import normalise
 from autopar.ir.rarely_collected import rarely_collected
+from autopar.ir.sizes.check_repeats import check_repeats
 from autopar.ir.sizes.recording import record_outline
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.ir.trace import to_graph, trace
@@ -68,6 +69,11 @@ def recorded(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ..
     if loss_fn is None:
         return normalise(to_graph(model, args, dict(sorted(kwargs.items())), record_outline))
     return trace_loss(model, loss_fn, args, kwargs, record_outline)
+
+
+def check_alike(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TraceError as of `check_repeats` of `model` with `loss_fn`."""
+    check_repeats(model if loss_fn is None else _WithLoss(model, loss_fn, len(args)), args, kwargs)
 
 
 def traced_for_sizes(

@@ -12,7 +12,7 @@ from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph
 from autopar.ir.sizes.same_names import is_of_other_sizes, named_like
 from autopar.ir.sizes.sized_trace import SizedTrace
-from autopar.ir.trace_with_loss import recorded, traced, traced_for_sizes
+from autopar.ir.trace_with_loss import check_alike, recorded, traced, traced_for_sizes
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.call_key import tell_time_of_another, tell_time_of_trace
@@ -64,6 +64,8 @@ class CallKind:
         graph = self._of_known_trace(examples) or self._recorded(examples, trace)
         if graph is None:
             graph = self._traced(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))
+            if self.made_of is None:
+                trace(check_alike)
         self.traced_s = time.perf_counter() - start_s
         return graph
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -243,3 +244,23 @@ def test_a_parameter_that_only_a_hook_has_is_refused_where_it_would_get_a_gradie
     model[0].register_forward_hook(lambda module, args, output: output * OUTSIDE)
     with pytest.raises(AutoparError, match="it would get none") if trains else nullcontext():
         model(torch.ones(2, WIDTH))
+
+
+class Cycling(nn.Linear):
+    """Of a scale of its own that is another in each call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * next(self.scales)
+
+
+@pytest.mark.parametrize("loss_fn", [None, nn.functional.mse_loss])
+def test_a_forward_that_goes_by_an_iterator_is_refused(one_rank: None, loss_fn: Any) -> None:
+    """Each call did what the traced one did."""
+    x = torch.ones(2, WIDTH)
+    args = (x,) if loss_fn is None else (x, x)
+    with pytest.raises(AutoparError, match=r"though it is called alike: .*iterator"):
+        autopar.compile(Cycling(), (1,), cluster="cpu", args=args, loss_fn=loss_fn)
