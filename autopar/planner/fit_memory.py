@@ -52,8 +52,8 @@ class LimitedSearch(Generic[OnePlan]):
     """A search under `allowed_bytes`, limits of the estimate for each rank, and the plan that it found.
 
     `plan`: None before the search, or if nothing fits. `source`: what the caller needs to search again. `number`: 0,
-    and one more for each search under lower limits than the one before. `at_least_s`: no plan of a search that is to be
-    made takes less.
+    and one more for each search under lower limits than the one before. `at_least_s`: a search that is to be
+    made comes after the plans that take less.
     """
 
     allowed_bytes: Sequence[float]

@@ -13,7 +13,7 @@ from autopar.costmodel.roofline import weight_gradients_s
 from autopar.costmodel.stage_transfer import RankLink, alone_and_cores, transfers
 from autopar.costmodel.training import Training
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.print_graph import fingerprint
 from autopar.ir.split_stages import StageGraph, cut
@@ -21,10 +21,12 @@ from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
 from autopar.plans.json_fields import shown
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts, SavedAnyPlan, SavedPlan, SavedStages
 from autopar.plans.validate import check_crossing, check_stages
+from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
+from autopar.sbp.placement import I
 from autopar.sbp.uneven.uneven_extents import batch_extents
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import StageTimes, simulate
@@ -222,3 +224,22 @@ def stage_graphs(
     extents = batch_extents(micro.graph)
     stages = cut(micro.graph, starts)
     return micro, tuple(replace(one, graph=replace(one.graph, batch_extents=extents)) for one in stages)
+
+
+def without_stages(plan: StagedPlan, graph: Graph) -> Plan:
+    """A plan of one stage and one microbatch as a `Plan` for the graph with all its outputs."""
+    (stage,) = plan.stages
+    produced = produced_layouts(graph, replace(stage.assignment, outputs={}))
+    names = [value.name for value in graph.outputs if isinstance(value, Value)]
+    whole = {name: tuple(placement if placement.kind == "S" else I for placement in produced[name]) for name in names}
+    assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
+    asked = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
+    return replace(
+        plan_of(graph, assignment, plan.mesh, plan.cluster, **asked),
+        lower_bound_s=plan.lower_bound_s,
+        bound_of=plan.bound_of,
+        found_by=plan.found_by,
+        hand=plan.hand,
+        timings=plan.timings,
+        peak_bytes=plan.peak_bytes,
+    )

@@ -9,7 +9,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import rank_limits
 from autopar.costmodel.work_bound import floor_s, speeds_floor_s
 from autopar.ir.folding.fold import fold
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.planner.budget import Budget
@@ -25,12 +25,10 @@ from autopar.planner.pipeline.search_stages import PointSearch, searched
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import Staged, sweep
 from autopar.planner.request import PlanRequest
-from autopar.plans.plan import Plan, plan_of
+from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts
-from autopar.plans.staged_plan import StagedPlan, sub_mesh
-from autopar.sbp.assignment import produced_layouts
+from autopar.plans.staged_plan import StagedPlan, sub_mesh, without_stages
 from autopar.sbp.microbatch.microbatch_graph import microbatched
-from autopar.sbp.placement import I
 
 # The most points of the sweep that are searched, if they are nearly as fast as the best: the search gains about the
 # same on each.
@@ -156,8 +154,7 @@ def plan_in_stages(
         points = _to_search(by_hand, model, mesh, cluster, within, budget, whole.step_s)
         if by_hand and not points:
             return None
-        given = {"model": model, "graph": graph, "request": within, "whole": whole}
-        search_point = partial(_search_point, fit, bounds=bounds, **given)
+        search_point = partial(_search_point, fit, model=model, graph=graph, request=within, whole=whole, bounds=bounds)
         for point in points:
             if not _is_slower(fit, point, points, bounds, whole.step_s):
                 search_point(point)
@@ -165,6 +162,7 @@ def plan_in_stages(
             if whole.step_s < math.inf:
                 return None
             refused = search_lightest(fit, model, meshes, cluster, request, search_point)
+        _add_next(fit, by_hand, points, whole.step_s)
         for search in fit.searches():
             _search_again(fit, search, search_point)
         if fit.best is not None or refused is not None:
@@ -176,7 +174,7 @@ def plan_in_stages(
     best = _bounded(fit.best, bounds, model, whole_budget)
     best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand, best.cluster), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
-    return _plain(best, graph) if is_plain else best
+    return without_stages(best, graph) if is_plain else best
 
 
 def _are_slower(
@@ -208,6 +206,18 @@ def _is_slower(
     if to_beat_s <= least_s < cutoff_s:
         fit.add(LimitedSearch(_limits(fit, point), source=point), None, least_s)
     return least_s >= to_beat_s
+
+
+def _add_next(fit: Fit[StagedPlan], by_hand: Sequence[Staged], points: Sequence[Staged], cutoff_s: float) -> None:
+    """Let the points that follow those searched wait in `fit`: each is searched as soon as no plan that fits takes less
+    than it does by hand.
+    """
+    known = {(one.mesh, one.schedule) for one in points}
+    behind = {(one.mesh, one.schedule): one for one in reversed(by_hand)}
+    others = sorted((one for key, one in behind.items() if key not in known), key=lambda one: one.step_s)
+    for point in others[:_MOST_POINTS]:
+        if point.step_s < cutoff_s:
+            fit.add(LimitedSearch(_limits(fit, point), source=point), None, point.step_s)
 
 
 def _limits(fit: Fit[StagedPlan], point: Staged) -> tuple[float, ...]:
@@ -370,25 +380,6 @@ def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> 
     """
     whole = (one for one in points if one.schedule.num_ranks == one.schedule.num_microbatches == 1)
     return budget.part(share if any(one.step_s <= _GAIN * points[0].step_s for one in whole) else 1.0)
-
-
-def _plain(plan: StagedPlan, graph: Graph) -> Plan:
-    """A plan of one stage and one microbatch as a `Plan` for the graph with all its outputs."""
-    (stage,) = plan.stages
-    produced = produced_layouts(graph, replace(stage.assignment, outputs={}))
-    names = [value.name for value in graph.outputs if isinstance(value, Value)]
-    whole = {name: tuple(placement if placement.kind == "S" else I for placement in produced[name]) for name in names}
-    assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
-    asked = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
-    return replace(
-        plan_of(graph, assignment, plan.mesh, plan.cluster, **asked),
-        lower_bound_s=plan.lower_bound_s,
-        bound_of=plan.bound_of,
-        found_by=plan.found_by,
-        hand=plan.hand,
-        timings=plan.timings,
-        peak_bytes=plan.peak_bytes,
-    )
 
 
 def _shown(points: Sequence[Staged], cluster: Cluster) -> dict[str, HandCosts]:

@@ -262,6 +262,24 @@ def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(g
     )
 
 
+def test_where_the_fastest_schedule_does_not_fit_the_next_is_searched_before_one_that_recomputes_all() -> None:
+    """The first plan, searched again under lower limits, took 62.5 ms where the next point by hand takes 56.5 ms."""
+    example = build_model("gpt2", layers=8, batch=32, sequence=512)
+    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+    mesh, limited = Devices(8), request(0.757 * GIB)
+    first: list[StagedPlan] = []
+
+    def predict(plan: StagedPlan) -> tuple[int, ...]:
+        first.append(plan)
+        is_first = (plan.schedule, plan.stages[0].mesh) == (first[0].schedule, first[0].stages[0].mesh)
+        return tuple(size * 8 // 5 if is_first else size for size in plan.memory_bytes)
+
+    plan = plan_in_stages(graph, mesh, H100, limited, budget=Budget.of(60), predict=predict)
+    by_hand = sweep_stages(model_in_stages(graph, mesh, limited), mesh, H100, limited, Budget.of(60))
+    others = [one for one in by_hand if (one.schedule, one.mesh) != (first[0].schedule, first[0].stages[0].mesh)]
+    assert plan is not None and plan.step_s <= others[0].step_s
+
+
 def test_files_keep_all_of_it(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=2")
     plan = choose_plan(gpt, mesh, V100, PlanRequest(num_microbatches=4, schedule="1f1b"))
