@@ -41,6 +41,8 @@ _ALONG = frozenset(
 )
 # Of those, the ones that read the same rows of several tensors.
 _OF_SEVERAL = frozenset(("aten.cat.default", "aten.gather.default", "aten.cosine_similarity.default"))
+# A part of each row is replaced by one that each row has.
+PARTS_WRITTEN = frozenset(("aten.select_scatter.default", "aten.slice_scatter.default"))
 # Dims are added behind those of the indices, each of which is looked up by itself.
 _LOOKUPS = {"aten.embedding.default": 1, "aten.one_hot.default": 0}
 
@@ -55,6 +57,8 @@ def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
         return first if [i for i, dim in enumerate(dims) if dim is not None] == [_LOOKUPS[op.target]] else None
     if dims[0] is None:
         return None
+    if op.target in PARTS_WRITTEN:
+        return first if dims[1] == row_of_part(op, first) else None
     if op.target in _OF_SEVERAL or len([dim for dim in dims if dim is not None]) == 1:
         if op.target in _ALONG:
             return _along(op, dims, shapes)
@@ -71,6 +75,12 @@ def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
             return order_of(op.target, op.args[1:], len(shapes[0]), **dict(op.kwargs)).index(first)
         return _of_last_dims(op, first, shapes)
     return None
+
+
+def row_of_part(op: Op, row: int) -> int | None:
+    """The dim of the part that one of `PARTS_WRITTEN` writes in which it has the rows that lie in dim `row`."""
+    dim = arguments_of(op)["dim"] % len(op.inputs[0].shape)
+    return None if dim == row else row - (dim < row and op.target == "aten.select_scatter.default")
 
 
 def _of_last_dims(op: Op, first: int, shapes: Sequence[tuple[int, ...]]) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.ir.call_args import fill
-from autopar.ir.experts.row_by_row import ELEMENTWISE_LOSSES, row_dim
+from autopar.ir.experts.row_by_row import ELEMENTWISE_LOSSES, PARTS_WRITTEN, row_dim, row_of_part
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of, resolve
 from autopar.ir.masks.picked_rows import PICKED
@@ -74,7 +74,7 @@ class _PickedRows:
 class _Reduction:
     """`now`: name of a value -> what it is in the new graph. `places`: name -> (op, dim) whose coordinates it is.
     `within`: op that picks rows -> that of whose rows it picks some. `flags`: name of a mask with more dims -> the mask
-    itself, and whether it is its opposite.
+    itself, and whether it is its opposite. `copied`: name -> the dims in which it is the same for each index.
     """
 
     builder: OpBuilder
@@ -84,6 +84,7 @@ class _Reduction:
     masks: dict[str, Value] = field(default_factory=dict)
     within: dict[str, str] = field(default_factory=dict)
     flags: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    copied: dict[str, set[int]] = field(default_factory=dict)
 
     def result(self, value: Value) -> Value:
         """The value that is given out as `value`."""
@@ -101,6 +102,10 @@ class _Reduction:
             self._compute(op)
         else:
             self._keep(op)
+            if op.target == "aten.expand.default":
+                shape, given = op.outputs[0].shape, op.inputs[0].shape
+                filled = (1,) * (len(shape) - len(given)) + given
+                self.copied[op.outputs[0].name] = {dim for dim, size in enumerate(filled) if size == 1}
             if op.target in _SAME_FLAGS or op.target in _OPPOSITE_FLAGS:
                 name, is_opposite = self._flags(self._given(op)[0])
                 self.flags[op.outputs[0].name] = name, is_opposite != (op.target in _OPPOSITE_FLAGS)
@@ -205,7 +210,11 @@ class _Reduction:
         if len({each.picked for each in rows if each is not None}) > 1:
             raise NotByRow(op.target)
         picked = next(each.picked for each in rows if each is not None)
-        dim = row_dim(op, [None if each is None else each.dim for each in rows])
+        dims = [None if each is None else each.dim for each in rows]
+        if op.target in PARTS_WRITTEN and rows[0] is not None and rows[1] is None:
+            at = row_of_part(op, rows[0].dim)
+            dims[1] = at if at in self.copied.get(op.inputs[1].name, ()) else None
+        dim = row_dim(op, dims)
         if dim is not None:
             self._keep(op)
             self.rows.update((value.name, _PickedRows(picked, dim)) for value in op.outputs)

@@ -50,6 +50,14 @@ def losses_of_each(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -
     )
 
 
+def parts_written(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    edges = F.pad((x @ w)[mask].softmax(-1).cumsum(-1), (1, 0))
+    edges[..., 0] = -3.0
+    edges[..., 2:4] = 2.0
+    edges[..., -1] = y[mask][:, 0]
+    return (edges[..., 1:] - edges[..., :-1]).square().sum(-1).sqrt().mean()
+
+
 def over_some_dims(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
     return (x @ w)[mask].mean(0).square().sum() + (x @ w)[mask].mean((0, 1), keepdim=True).sum()
 
@@ -168,7 +176,7 @@ def inside(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor
 FORWARDS = [
     *(plain_mean, indexed_twice, sums, parts_of_a_mask, classes, over_some_dims, extremes, without_missing),
     *(logarithms, written_back, added_to_places, behind_the_mask, masked_select, scattered, of_second_dim),
-    *(losses_of_each, distances, counts_of_each, hard_ones),
+    *(parts_written, losses_of_each, distances, counts_of_each, hard_ones),
     *(selected_by_the_model, by_hand, centerness, farthest_points, inside),
 ]
 
@@ -243,9 +251,15 @@ def divides_by_the_number(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Te
     return picked.sum() / len(picked)
 
 
+def numbered(x: Tensor, y: Tensor, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    picked = (x @ w)[mask]
+    picked[:, 0] = torch.arange(len(picked))
+    return picked.square().mean()
+
+
 @pytest.mark.parametrize(
     "forward",
-    [compared_with_one_another, sorted_by_size, branches_on_the_number, divides_by_the_number],
+    [compared_with_one_another, sorted_by_size, branches_on_the_number, divides_by_the_number, numbered],
     ids=lambda f: f.__name__,
 )
 def test_rows_that_depend_on_one_another_have_the_number_of_the_example(forward: Callable[..., Tensor]) -> None:
