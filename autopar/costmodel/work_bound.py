@@ -5,11 +5,12 @@ from itertools import product
 
 import numpy as np
 
-from autopar.costmodel.activations.autograd_footprint import footprint
+from autopar.costmodel.activations.autograd_footprint import footprints
 from autopar.costmodel.cluster.hardware import Cluster, DeviceGroups
 from autopar.costmodel.memory import update_bytes, update_time
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh, SeenShares
 from autopar.sbp.local_ops import local_op
@@ -54,8 +55,9 @@ def _floor_bytes(graph: Graph) -> float:
     num_bytes = {item.value.name: 0.0 for item in graph.inputs}  # not saved by an op
     saved: dict[str, float] = {}
     internal_bytes = 0.0
+    footprint_of = footprints(graph, fold(graph).representative)
     for op in graph.ops:
-        found = footprint(op)
+        found = footprint_of[op.name]
         for value, source in zip(op.outputs, found.alias_of):
             root[value.name] = value.name if source < 0 else root[op.inputs[source].name]
             num_bytes.setdefault(root[value.name], value.num_bytes)

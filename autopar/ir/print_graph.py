@@ -95,16 +95,13 @@ def fingerprint(graph: Graph) -> str:
         names = [] if item.kind == "constant" else [item.fqn, item.aliases, item.is_persistent]
         known = index.get(item.value.name)
         feed(item.kind, names, known, define((item.value,)) if known is None else [])
+    texts: dict[Any, str] = {}  # of calls with the same objects, as copies of a block mostly are
     for op in graph.ops:
-        feed(
-            op.target,
-            op.args,
-            op.kwargs,
-            op.is_no_grad,
-            op.is_tuple,
-            [index[v.name] for v in op.inputs],
-            define(op.outputs),
-        )
+        key = op.target, id(op.args), id(op.kwargs), op.is_no_grad, op.is_tuple
+        if key not in texts:
+            texts[key] = repr((op.target, op.args, op.kwargs, op.is_no_grad, op.is_tuple)).removesuffix(")")
+        dataflow = f"{[index[v.name] for v in op.inputs]}, {define(op.outputs)}"
+        digest.update(f"{texts[key]}, {dataflow})\n".encode())
     feed("mutations", [(fqn, index[value.name]) for fqn, value in graph.mutations])
     feed("outputs", [index[item.name] if isinstance(item, Value) else ("constant", item) for item in graph.outputs])
     return digest.hexdigest()

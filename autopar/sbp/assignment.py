@@ -83,9 +83,12 @@ class Assignment:
         """
 
         def chosen(of: str, choices: Mapping[str, Any]) -> dict[str, Any]:
-            by_class = {classes[of][name]: choice for name, choice in choices.items()}
-            by_class |= {name: choice for name, choice in choices.items() if classes[of][name] == name}
-            return {name: by_class[classes[of][name]] for name in known[of] if classes[of][name] in by_class}
+            if not choices:
+                return {}
+            own = classes[of]
+            by_class = {own[name]: choice for name, choice in choices.items()}
+            by_class |= {name: choice for name, choice in choices.items() if own[name] == name}
+            return {name: by_class[key] for name in known[of] if (key := own[name]) in by_class}
 
         return self._changed(chosen)
 

@@ -25,10 +25,10 @@ _FEW_STEPS = 3
 
 def footprint(op: Op) -> Footprint:
     """The footprint of `op`; nothing is saved if no output needs a gradient."""
-    return op.once(_of_op)
+    return op.nameless.once(_of_call) if class_of(op.target) is None else op.once(_of_call)
 
 
-def _of_op(op: Op) -> Footprint:
+def _of_call(op: Op) -> Footprint:
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
     found = _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)

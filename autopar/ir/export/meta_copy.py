@@ -33,12 +33,12 @@ def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
         x for module in model.modules() for hook in module._forward_pre_hooks.values() for x in _tensors_of(hook)
     ]
     empty |= {id(x): x.detach().clone() for x in of_hooks if id(x) not in empty}  # torch copies no view of a DTensor
-    # Each module has several tables of hooks, mostly empty, which copy.deepcopy copies slowly.
+    # Each module has several tables, of hooks above all, mostly empty, which copy.deepcopy copies slowly.
     empty |= {
         id(x): type(x)()
         for module in model.modules()
         for x in vars(module).values()
-        if type(x) is OrderedDict and not x
+        if type(x) in (OrderedDict, dict, set) and not x
     }
     copies = empty | {id(x): x for x in shared}
     made = copy.deepcopy(model, copies)

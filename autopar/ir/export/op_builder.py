@@ -5,6 +5,7 @@ import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from autopar.errors import TraceError
@@ -35,6 +36,14 @@ def stem_of(name: str) -> str:
     return _NUMBERS.sub("", name)
 
 
+@lru_cache(maxsize=4096)
+def _identifier(base: str) -> tuple[str, int]:
+    """(a Python identifier like `base`, the first number behind it: 1 if it is a name of a builtin)."""
+    stem = re.sub(r"\W", "_", base).rstrip("_")
+    stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
+    return stem, 1 if hasattr(builtins, stem) else 0
+
+
 @dataclass(frozen=True)
 class OpBuilder:
     """A list of `ops` under construction, with the storages of
@@ -51,9 +60,8 @@ class OpBuilder:
 
     def unique(self, base: str) -> str:
         """A fresh Python identifier like `base` that is no name of a builtin."""
-        stem = re.sub(r"\W", "_", base).rstrip("_")
-        stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
-        count = self.next_number.get(stem, 1 if hasattr(builtins, stem) else 0)
+        stem, first = _identifier(base)
+        count = self.next_number.get(stem, first)
         while (name := f"{stem}_{count}" if count else stem) in self.used_names:
             count += 1
         self.next_number[stem] = count + 1

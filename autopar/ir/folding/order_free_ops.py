@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import is_
 from typing import Any
 
 from autopar.ir.export.op_builder import stem_of
@@ -45,8 +44,8 @@ def _free(graph: Graph) -> set[str]:
     bound = {item.value.name for item in graph.of_kind("parameter")}
     free = set()
     for op in graph.ops:
-        if is_random(op) or any(value.name in bound for value in op.inputs):
-            bound.update(value.name for value in op.outputs)
+        if not bound.isdisjoint([value.name for value in op.inputs]) or is_random(op):
+            bound.update([value.name for value in op.outputs])
         else:
             free.add(op.name)
     return free
@@ -92,18 +91,19 @@ def _with_names(graph: Graph, renamed: Mapping[str, str]) -> Graph:
     values: dict[str, Value] = {}
     for op in graph.ops:
         name = renamed.get(op.name, op.name)
-        for number, value in enumerate(op.outputs):
-            is_own = name != op.name and value.name in (op.name, f"{op.name}_out{number}")
-            values[value.name] = replace(value, name=name + value.name[len(op.name) :]) if is_own else value
+        for number, value in enumerate(op.outputs if name != op.name else ()):
+            if value.name in (op.name, f"{op.name}_out{number}"):
+                values[value.name] = replace(value, name=name + value.name[len(op.name) :])
 
     def now(item: Any) -> Any:
         return values.get(item.name, item) if isinstance(item, Value) else item
 
     def of(op: Op) -> Op:
         """The op under its name now, itself where that and all that it reads and makes stay."""
-        name, inputs, outputs = renamed.get(op.name, op.name), tuple(map(now, op.inputs)), tuple(map(now, op.outputs))
-        is_same = all(map(is_, (name, *inputs, *outputs), (op.name, *op.inputs, *op.outputs)))
-        return op if is_same else replace(op, name=name, inputs=inputs, outputs=outputs)
+        name = renamed.get(op.name, op.name)
+        if name == op.name and values.keys().isdisjoint([value.name for value in op.inputs]):
+            return op
+        return replace(op, name=name, inputs=tuple(map(now, op.inputs)), outputs=tuple(map(now, op.outputs)))
 
     return replace(
         graph,

@@ -49,29 +49,51 @@ class StepLoop:
 
 def find_loops(graph: Graph) -> list[StepLoop]:
     """The loops of at least `MIN_STEPS` steps, in order, none within another."""
-    wiring, kinds = graph.once(wire), _kinds(graph)
+    kinds, read = _kinds(graph), {item.value.name for item in graph.inputs}
     found: list[StepLoop] = []
     for run in find_runs(kinds):
         if (run.stop - run.start) // run.period < MIN_STEPS or any(
             run.start < loop.stop and loop.first < run.stop for loop in found
         ):
             continue
-        loop = _loop_in(graph, wiring, run)
+        if _are_layers(graph.ops[run.start : run.stop], run.period, read):
+            continue
+        loop = _loop_in(graph, graph.once(wire), run)
         if loop is not None:
             found.append(loop)
     return sorted(found, key=lambda loop: loop.first)
 
 
+def _are_layers(ops: Sequence[Op], period: int, inputs: set[str]) -> bool:
+    """Whether in each `period` of `ops` one reads an input of the graph where the next one of its kind reads another
+    (`_reads_other_inputs`): then no step begins anywhere.
+    """
+    before = -1
+    for at, (op, later) in enumerate(zip(ops, ops[period:])):
+        if op.target != SELECT and any(
+            value.name in inputs and value.name != other.name for value, other in zip(op.inputs, later.inputs)
+        ):
+            if at - before > period:
+                return False
+            before = at
+    return len(ops) - period - before <= period
+
+
 def _kinds(graph: Graph) -> np.ndarray:
     """i64[ops]: a number for each op, equal for ops that differ only in producers and in the index of a slice."""
     known: dict[Any, int] = {}
-    return np.array([known.setdefault(_kind(op), len(known)) for op in graph.ops], dtype=np.int64)
+    texts: dict[tuple[str, int, int], str] = {}  # of calls with the same objects, as copies of a block mostly are
+    for op in graph.ops:
+        key = op.target, id(op.args), id(op.kwargs)
+        if key not in texts:
+            texts[key] = repr((op.args[:2] if op.target == SELECT and not op.kwargs else op.args, op.kwargs))
+    kinds = (_kind(op, texts[op.target, id(op.args), id(op.kwargs)]) for op in graph.ops)
+    return np.array([known.setdefault(kind, len(known)) for kind in kinds], dtype=np.int64)
 
 
-def _kind(op: Op) -> Any:
-    args = op.args[:2] if op.target == SELECT and not op.kwargs else op.args
-    values = tuple((value.shape, value.dtype, value.needs_grad) for value in (*op.inputs, *op.outputs))
-    return op.target, repr(args), repr(op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+def _kind(op: Op, arguments: str) -> Any:
+    values = tuple([(value.shape, value.dtype, value.needs_grad) for value in (*op.inputs, *op.outputs)])
+    return op.target, arguments, op.is_no_grad, op.is_tuple, len(op.inputs), values
 
 
 def _loop_in(graph: Graph, wiring: Wiring, run: PeriodicRun) -> StepLoop | None:

@@ -143,8 +143,7 @@ def _stand_ins(made: str, like: torch.Tensor, num: int) -> list[list[torch.Tenso
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: str, device: str, needs_grad: bool) -> torch.Tensor:
-    empty = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
-    return empty.requires_grad_(needs_grad)
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device, requires_grad=needs_grad)
 
 
 TELL_OF_A_TENSOR = frozenset(

@@ -1,7 +1,7 @@
 """Inlining: replacing each opaque call of a module by the ops of its body."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,33 @@ class _InlinedCall:
     results: tuple[Value, ...]
 
 
+@dataclass(frozen=True)
+class _BodyRegion:
+    """A body as a region: its `order` of arguments, and what each placeholder stands for: the name of a parameter or
+    buffer within the module, or None for an argument.
+    """
+
+    module: Any
+    order: tuple[Any, ...]
+    placeholders: tuple[tuple[Node, str | None], ...]
+    number_of: Callable[[Any], Any] | None
+
+    @classmethod
+    def of(cls, body: Body, program: ExportedProgram, outer: ConvertedRegion) -> "_BodyRegion":
+        specs = program.graph_signature.input_specs
+        nodes = (node for node in program.graph.nodes if node.op == "placeholder")
+        names = (None if spec.kind is InputKind.USER_INPUT else spec.target or "" for spec in specs)
+        stands_for = tuple((node, name and name.removeprefix(INNER)) for node, name in zip(nodes, names))
+        order = tuple(flat_arguments(program.call_spec.in_spec, *_numbered(body)))
+        return cls(program.graph_module, order, stands_for, row_numbers(program.graph_module, outer.number_of))
+
+    def called(self, fqn: str, given: Sequence[Any], state: Mapping[str, View]) -> dict[str, Any]:
+        """The fields of a region that are the body's, with the values of its placeholders where `fqn` is called."""
+        leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in self.order])
+        env = {node: next(leaves) if name is None else state[fqn + name] for node, name in self.placeholders}
+        return {"module": self.module, "env": env, "number_of": self.number_of}
+
+
 def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     """The function that converts the opaque calls of `outline`; `state`: FQN of a parameter or buffer -> its view.
 
@@ -38,6 +65,7 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     first call are copied with other names.
     """
     examples: dict[Any, _InlinedCall | None] = {}
+    regions: dict[int, _BodyRegion] = {}
 
     def expand(node: Node, region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
         args: tuple[Any, ...] = node.args
@@ -53,8 +81,9 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     def call(
         fqn: str, line: str, number: int, given: Sequence[Any], region: ConvertedRegion, builder: OpBuilder
     ) -> tuple[Any, ...]:
-        body, program = outline.bodies[number]
-        inner = replace(_region(region, fqn, body, program, given, state), line=line)
+        if number not in regions:
+            regions[number] = _BodyRegion.of(*outline.bodies[number], region)
+        inner = replace(region, line=line, inside=fqn, **regions[number].called(fqn, given, state))
         outside = [view for view in inner.env.values() if isinstance(view, View)]
         key = (number, inner.line, _likeness(view.value for view in outside))
         if (example := examples.get(key)) and _is_current(outside):
@@ -68,26 +97,6 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
         return made
 
     return expand
-
-
-def _region(
-    outer: ConvertedRegion,
-    fqn: str,
-    body: Body,
-    program: ExportedProgram,
-    given: Sequence[Any],
-    state: Mapping[str, View],
-) -> ConvertedRegion:
-    """The body as a region, with the values of its placeholders in this call on `given`."""
-    order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
-    leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in order])
-    placeholders = [inner for inner in program.graph.nodes if inner.op == "placeholder"]
-    env = {}
-    for inner, spec in zip(placeholders, program.graph_signature.input_specs):
-        is_argument = spec.kind is InputKind.USER_INPUT
-        env[inner] = next(leaves) if is_argument else state[fqn + (spec.target or "").removeprefix(INNER)]
-    number_of = row_numbers(program.graph_module, outer.number_of)
-    return replace(outer, module=program.graph_module, env=env, inside=fqn, number_of=number_of)
 
 
 def _is_made(item: Any) -> bool:

@@ -7,6 +7,7 @@ All views that regroup dims are `reshape`, all that reorder them `permute`, all 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
@@ -14,7 +15,27 @@ from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
 
 def canonicalise(graph: Graph) -> Graph:
     """`graph` with each op in its one spelling; values are unchanged."""
-    return replace(graph, ops=tuple(_canonical(op) for op in graph.ops))
+    known: dict[Any, tuple[Op, Op]] = {}
+    return replace(graph, ops=tuple([_like(op, known) for op in graph.ops]))
+
+
+def _like(op: Op, known: dict[Any, tuple[Op, Op]]) -> Op:
+    """`_canonical(op)`. `known`: an op before and after, by all that the spelling depends on: copies of a block are
+    called with the same objects, and have the same ones after.
+    """
+    if len(set(map(id, op.inputs))) < len(op.inputs):  # that two are one tensor is of this copy alone
+        return _canonical(op)
+    tensors = [(value.shape, value.dtype) for value in (*op.inputs, *op.outputs)]
+    key = op.target, id(op.args), id(op.kwargs), len(op.inputs), tuple(tensors)
+    if key not in known:
+        known[key] = op, _canonical(op)
+        return known[key][1]
+    before, after = known[key]
+    if after is before:
+        return op
+    place = {id(value): at for at, value in enumerate(before.inputs)}
+    inputs = tuple([op.inputs[place[id(value)]] for value in after.inputs])
+    return replace(op, target=after.target, args=after.args, kwargs=after.kwargs, inputs=inputs)
 
 
 def _canonical(op: Op) -> Op:

@@ -23,10 +23,12 @@ def merge_duplicates(graph: Graph) -> Graph:
     seen: dict[Any, Op] = {}
     merged: set[str] = set()
     kept = []
+    texts: dict[int, str] = {}  # of arguments that are one object, as those of copies of a block mostly are
     for op in graph.ops:
         inputs = tuple(replaced.get(value.name, value) for value in op.inputs)
         now = op if inputs == op.inputs else replace(op, inputs=inputs)
-        key = (op.target, repr(op.args), repr(op.kwargs), tuple(value.name for value in inputs), op.is_no_grad)
+        args, kwargs = (texts.get(id(x)) or texts.setdefault(id(x), repr(x)) for x in (op.args, op.kwargs))
+        key = (op.target, args, kwargs, tuple([value.name for value in inputs]), op.is_no_grad)
         first = now if is_random(op) or is_function(op) else seen.setdefault(key, now)
         if first is now:
             kept.append(now)

@@ -43,7 +43,7 @@ def _needed(ops: tuple[Op, ...], wanted: set[str]) -> tuple[Op, ...]:
     """The ops that the values called `wanted` depend on; adds the names of their inputs to `wanted`."""
     kept = []
     for op in reversed(ops):
-        if any(value.name in wanted for value in op.outputs):
+        if not wanted.isdisjoint([value.name for value in op.outputs]):
             kept.append(op)
-            wanted.update(value.name for value in op.inputs)
+            wanted.update([value.name for value in op.inputs])
     return tuple(reversed(kept))

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from autopar.ir.graph import Graph, Op, Value, arguments_of
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
@@ -45,23 +46,36 @@ def section_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
     from_parameters = values_from_parameters(graph)
     dims = _columns(graph, from_parameters)
     bounds = _bounds(graph, dims)
+    if not any(bounds.values()):
+        return {}
     found = {op.name: tuple(_signatures(op, dims, bounds, from_parameters)) for op in graph.ops}
     return {name: signatures for name, signatures in found.items() if signatures}
 
 
 def _columns(graph: Graph, from_parameters: frozenset[str]) -> Dims:
     dims: Dims = {}
+    known: dict[Any, int] = {}  # of equal calls on such values
     for op in graph.ops:
-        if product_slots(op, from_parameters) is not None:
-            last = len(op.outputs[0].shape) - 1
-            if _splits_of(op, last, from_parameters):
-                dims[op.outputs[0].name] = last
-        elif any(value.name in dims for value in op.inputs):
-            if _cut_dim(op) == dims.get(op.inputs[0].name, -1):
-                dims.update((value.name, _cut_dim(op)) for value in op.outputs)
-            elif op.target in _PASSING and (dim := _passed_dim(op, dims, from_parameters)) >= 0:
-                dims[op.outputs[0].name] = dim
+        is_product = product_slots(op, from_parameters) is not None
+        if not is_product and dims.keys().isdisjoint([value.name for value in op.inputs]):
+            continue
+        read = [(dims.get(value.name, -1), value.name in from_parameters) for value in op.inputs]
+        key = id(op.nameless), *read
+        if key not in known:
+            known[key] = _column_dim(op, dims, from_parameters)
+        if known[key] >= 0:
+            dims.update([(value.name, known[key]) for value in op.outputs])
     return dims
+
+
+def _column_dim(op: Op, dims: Dims, from_parameters: frozenset[str]) -> int:
+    """The dim of the outputs of an op that consists of a product's columns, else -1."""
+    if product_slots(op, from_parameters) is not None:
+        last = len(op.outputs[0].shape) - 1
+        return last if _splits_of(op, last, from_parameters) else -1
+    if _cut_dim(op) == dims.get(op.inputs[0].name, -1):
+        return _cut_dim(op)
+    return _passed_dim(op, dims, from_parameters) if op.target in _PASSING else -1
 
 
 def _splits_of(op: Op, dim: int, from_parameters: frozenset[str]) -> list[Signature]:

@@ -1,11 +1,14 @@
 """What normal form means, pass by pass, on programs small enough to read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph, Slot, Value
+from autopar.ir.passes.canonicalise import canonicalise
 from autopar.ir.trace import trace
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import S
@@ -220,3 +223,18 @@ def test_what_becomes_complex_is_in_rows():
     rows = targets(lambda w, x: torch.view_as_real(torch.view_as_complex(x[:, :2].transpose(1, 2).contiguous())))
     assert rows[-3:] == ["contiguous.default[]", "view_as_complex.default[]", "view_as_real.default[]"]
     targets(lambda w, x: torch.view_as_complex(x.transpose(1, 2).contiguous().sin()[..., :2].contiguous()).abs())
+
+
+def test_a_copy_that_is_called_with_the_same_arguments_keeps_its_own_tensors() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, y], -1).reshape(-1)
+
+    graph = trace(Joined(), (torch.randn(2, 3), torch.randn(2, 3)), {})
+    (cat, reshape), (x, y) = graph.ops, (item.value for item in graph.inputs)
+    copies = [replace(cat, name=f"cat_{number}", inputs=read) for number, read in enumerate([(x, x), (y, x), (y, y)])]
+    made = canonicalise(replace(graph, ops=(cat, *copies, reshape)))
+    assert [op.inputs for op in made.ops[:-1]] == [(x, y), (x, x), (y, x), (y, y)]
+    viewed = replace(reshape, target="aten.view.default", args=(Slot(0), (-1,)))
+    others = [replace(viewed, name=f"view_{number}") for number in range(2)]
+    assert [op.args for op in canonicalise(replace(graph, ops=(cat, viewed, *others))).ops[1:]] == [reshape.args] * 3
