@@ -102,6 +102,15 @@ def class_of(target: str) -> type[torch.autograd.Function] | None:
     return None if application is None else application.cls
 
 
+def description(target: str) -> str:
+    """Words that are equal for calls that do the same: of an op of this module, its class may be made anew in each."""
+    application = _APPLICATIONS.get(target)
+    if application is None:
+        return target
+    plain = (arg if isinstance(arg, (*_PLAIN, _Tensor)) else type(arg).__name__ for arg in application.args)
+    return f"{application.cls.__qualname__}{tuple(plain)}"
+
+
 def known_target(target: str) -> str:
     """`target`, as it is known here if it is an op of this module."""
     application = _APPLICATIONS.get(target)

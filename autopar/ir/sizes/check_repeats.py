@@ -7,6 +7,7 @@ from torch import nn
 from torch.fx import Node
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.function_ops import description
 from autopar.ir.sizes.recording import RecordedForward, record_outline
 from autopar.torch_compat import pytree
 
@@ -46,7 +47,7 @@ def _described(node: Node) -> str:
     """An op with its numbers; tensors are those of any op."""
     given = pytree.tree_map_only(Node, lambda _: "...", (node.args, dict(node.kwargs)))
     named = [f"{name}={x}" for name, x in given[1].items()]
-    return f"{node.target}({', '.join([*map(str, given[0]), *named])})"
+    return f"{description(str(node.target))}({', '.join([*map(str, given[0]), *named])})"
 
 
 def _first_of(ops: Counter[str]) -> str:

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,11 +82,25 @@ def remembered(model: Model) -> float:
     return model.known.setdefault("scale", random.Random(1).random())
 
 
+def of_own_class(model: Model) -> torch.Tensor:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: float, words: Callable[[], str]) -> torch.Tensor:
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            return 2 * grad, None, None
+
+    return Twice.apply(model.linear.weight.sum(), 2.0, lambda: "")
+
+
 STAYS: dict[str, Callable[[Model], float | torch.Tensor]] = {
     "number": lambda model: 2.0,
     "cache": lambda model: cached(),
     "cache of the model": remembered,
     "order of a set": lambda model: sum(torch.ones(4) * x for x in {object(): 1, object(): 2}.values()),
+    "class made in each call": of_own_class,
     "seeded anew": lambda model: random.Random(3).random(),
 }
 
