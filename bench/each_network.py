@@ -8,10 +8,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from bench.emulated_cluster import emulated_cluster
 from bench.report import Row, Table, add
 from bench.rows import parser, selected
@@ -36,6 +37,11 @@ class Network:
 
 _RATES = ("200mbit", "1gbit", "10gbit")
 NETWORKS = (Network(1, 4), *(Network(hosts, 4 // hosts, rate) for hosts in (4, 2) for rate in _RATES))
+
+
+def equal_hosts(calibration: str) -> Cluster:
+    """The calibrated cluster with all devices alike: its hosts are one machine, so that what differs is noise."""
+    return replace(load_cluster(calibration), groups=None)
 
 
 def row_name(network: str, model: str) -> str:

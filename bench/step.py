@@ -34,10 +34,11 @@ from bench.report import Cells, Row, Table, add
 from bench.rows import parser, selected
 
 NUM_RANKS = 4
-# Losses before the first update and after each of the others. One process and several add up floats in another order:
-# 1e-5 was seen.
+# Losses before the first update and after each of the others. One process and several add up floats in another order,
+# and AdamW moves a weight whose gradient is rounding alone by all of the rate: 2.9e-4 was seen (vgg13 under tensor
+# parallelism, in float64 1e-7).
 CHECKED_STEPS = 4
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-3
 LEARNING_RATE = 1e-3
 
 Args = tuple[torch.Tensor, ...]

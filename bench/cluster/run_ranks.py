@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
+from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
 from bench.cluster.libraries import BOTH, DDP, FSDP, NO_RESHARD, TP, Build, data_parallel, libraries, variants_of
+from bench.each_network import equal_hosts
 from bench.models import CLUSTER_WORKLOADS, Workload
 from bench.networks.run_ranks import WARM_STEPS, plans_of, steps_of_turn, timed_s
 from bench.step import Args, Step, adamw, check_losses, losses_of, one_process_losses, staged_step, train_step
@@ -96,7 +97,7 @@ def main() -> None:
     _, calibration, folder, *models = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cluster = load_cluster(calibration)
+    cluster = equal_hosts(calibration)
     for name in models:
         seconds = seconds_of(name, cluster)
         if dist.get_rank() == 0:

@@ -33,6 +33,7 @@ from autopar.mesh import Mesh, as_mesh
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.plans.plan import Plan, plan_of
 from autopar.sbp.candidates import annotate
+from bench.each_network import equal_hosts
 from bench.models import NETWORK_WORKLOADS, Workload
 from bench.report import Row
 from bench.step import adamw, train_step
@@ -129,7 +130,7 @@ def main() -> None:
     network, calibration, folder, *models = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cluster, preset = load_cluster(calibration), load_cluster(PRESET)
+    cluster, preset = equal_hosts(calibration), load_cluster(PRESET)
     for name in models:
         rows = rows_of(name, network, cluster, preset)
         if dist.get_rank() == 0:

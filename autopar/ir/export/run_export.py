@@ -22,6 +22,7 @@ from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import constants_as_texts, register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error, remedy_of
+from autopar.ir.functions.grown_arguments import grown_arguments_refused
 from autopar.ir.functions.one_device import on_one_device
 from autopar.ir.functions.replaced_methods import replaced_methods_called_once
 from autopar.ir.guards.answers_as_run import answers_as_run
@@ -76,6 +77,7 @@ def export(
         replaced_methods_called_once(),
         flex_attention_kept(),
         losses_refused(model),
+        grown_arguments_refused(model),
         batch_norms_traced(),
     ):
         if record is not None or dynamic or not decides:  # what the example decides would not hold for other sizes
