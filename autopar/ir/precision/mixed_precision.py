@@ -57,7 +57,7 @@ def traced_in(
         ) from error
     if isinstance(made, SizedTrace):
         return replace(made, given=given, finish=lambda graph: finish(made.finish(graph)))
-    return finish(made)
+    return finish(made) if isinstance(made, Graph) else made
 
 
 def computed_in(dtype: torch.dtype | None, model: nn.Module) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """`plan_in_stages`: the best plan with stages and microbatches, by a sweep of hand plans and a search of the best."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -147,8 +147,8 @@ def plan_in_stages(
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and whole.step_s < math.inf:
             break
-        factor = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
-        within = replace(request, memory_share=factor**number)
+        lowered = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
+        within = replace(request, memory_share=lowered**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
         budget = fit.budget = _left_for_points(by_hand, budget, share)
         points = _to_search(by_hand, model, mesh, cluster, within, budget, whole.step_s)
@@ -164,7 +164,8 @@ def plan_in_stages(
             refused = search_lightest(fit, model, meshes, cluster, request, search_point)
         _add_next(fit, by_hand, points, whole.step_s)
         for search in fit.searches():
-            _search_again(fit, search, search_point)
+            # a point that was left because of its bound, or of faster ones, is searched for the first time
+            search_point(search.source) if isinstance(search.source, Staged) else _search_again(fit, search)
         if fit.best is not None or refused is not None:
             break
     if fit.best is None:
@@ -173,8 +174,7 @@ def plan_in_stages(
     ended = f", ended by {budget.ended_by}" if budget.is_spent else ""  # before the bound is computed in the rest
     best = _bounded(fit.best, bounds, model, whole_budget)
     best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand, best.cluster), timings=budget.timings)
-    is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
-    return without_stages(best, graph) if is_plain else best
+    return without_stages(best, graph) if best.schedule.num_ranks == best.schedule.num_microbatches == 1 else best
 
 
 def _are_slower(
@@ -316,15 +316,8 @@ def _search_point(
         fit.add(search, plan, at_least_s)
 
 
-def _search_again(
-    fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan], search_point: Callable[[Staged], None]
-) -> None:
-    """Make a search under other limits, or for slower plans than before, while there is time; of a point that was left
-    because of its bound, the first one.
-    """
-    if isinstance(search.source, Staged):
-        search_point(search.source)
-        return
+def _search_again(fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan]) -> None:
+    """Make a search under other limits, or for slower plans than before, while there is time."""
     to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
     if not fit.budget.is_spent:
         fit.add(search, *searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))

@@ -26,8 +26,8 @@ _OUTSIDE = (
 def _of_several(names: str, kind: str = "Tensor") -> tuple[OpOverload, ...]:
     """The overloads of these ops that read more than one tensor, or list of them, and give a new one or write to it."""
     packets = [getattr(aten, name) for name in names.split()]
-    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return tuple(op for op in overloads if "out" not in op._overloadname and _num_arguments(op, kind) > 1)
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name]
+    return tuple(op for op in overloads if _num_arguments(op, kind) > 1)
 
 
 def _num_arguments(op: OpOverload, kind: str) -> int:
