@@ -3,7 +3,6 @@
 import itertools
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +15,21 @@ from autopar.sbp.axis import Axis, joint_axis
 from autopar.sbp.proof.cut_and_join import Coordinate
 
 # What was sent from a thread of a group to another, which has collectives only: by members, sender and receiver.
-_SENT: dict[tuple, queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
+_SENT: dict[tuple, queue.SimpleQueue] = {}
+
+
+def _between(group: Any, sender: int, receiver: int) -> queue.SimpleQueue:
+    """The queue of both threads, which may ask for it at once: of a defaultdict each could get one of its own."""
+    return _SENT.setdefault((*dist.get_process_group_ranks(group), sender, receiver), queue.SimpleQueue())
 
 
 def _send(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-    _SENT[*dist.get_process_group_ranks(group), group.rank(), peer].put(tensors[0].clone())
+    _between(group, group.rank(), peer).put(tensors[0].clone())
     return threaded.ret_work(tensors)
 
 
 def _receive(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-    tensors[0].copy_(_SENT[*dist.get_process_group_ranks(group), peer, group.rank()].get(timeout=60))
+    tensors[0].copy_(_between(group, peer, group.rank()).get(timeout=60))
     return threaded.ret_work(tensors)
 
 
